@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rng_state', 'set_rng_state', 'save_checkpoint', 'checkpoints', 'check_checkpoint', 'latest_checkpoint',
-           'load_checkpoint', 'load_run', 'read_config']
+           'load_checkpoint', 'load_run', 'read_config', 'new_run']
 
 # %% ../nbs/22_checkpoint.ipynb #1001c6b7
 import hashlib, json, re, sys
@@ -214,3 +214,18 @@ def read_config(
     except ValueError as e: raise UserError(f'{f} is not JSON: {e}') from None
     if not isinstance(config, dict) or 'model' not in config: raise UserError(f'{f} has no "model"; it is not of a run')
     return config
+
+# %% ../nbs/22_checkpoint.ipynb #8c070221
+def new_run(
+    run_dir, # Where the run shall be
+    model, # A `TinyTransformer`
+    tokenizer, # Its tokenizer
+    overwrite:bool=False, # Replace what is there?
+    **config, # Further parts of `config.json`: `train`, `data`
+)->Path: # The run's directory
+    "A run directory with one checkpoint, of step 0 and without moments; whole or not at all"
+    with new_dir(run_dir, overwrite) as new:
+        (new/'config.json').write_text(json.dumps(dict(model=model.cfg.to_dict(), train={}, data={}) | config, indent=1)+'\n')
+        (new/'tokenizer.json').write_text(tokenizer.json, encoding='utf-8')
+        save_checkpoint(new, 0, model)
+    return Path(run_dir)

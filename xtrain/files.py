@@ -155,7 +155,7 @@ def locked(
     try: yield
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #d7a56fee
+# %% ../nbs/12_files.ipynb #28eab067
 PICKLES = ('.pt', '.pth', '.bin', '.pkl', '.pickle', '.ckpt')
 
 def _why_not(path):
@@ -172,13 +172,13 @@ def _why_not(path):
         if size < 10: return f'is no safetensors file: it has only {size} bytes'
         n = int.from_bytes(head[:8], 'little')
         if n > size-8: return f'is no safetensors file, or cut off: its header should have {n:,} bytes, the file has {size:,}'
+        if n > 100_000_000: return f'is no safetensors file: its header has {n:,} bytes, more than 100,000,000'
         f.seek(8)
-        try: ends = [v['data_offsets'][1] for k,v in json.loads(f.read(n)).items() if k != '__metadata__']
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError): return 'is damaged: its header is no JSON table of tensors'
-    need = 8 + n + max(ends, default=0)
+        try: need = 8 + n + max([v['data_offsets'][1] for k,v in json.loads(f.read(n)).items() if k != '__metadata__'] or [0])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError): return 'is damaged: its header is no JSON table of tensors'
     if need != size: return f'is damaged or cut off: its tensors need {need:,} bytes, the file has {size:,}'
 
-# %% ../nbs/12_files.ipynb #778f490c
+# %% ../nbs/12_files.ipynb #566cb3de
 @contextmanager
 def open_safetensors(
     path, # The file
@@ -187,7 +187,8 @@ def open_safetensors(
     "`safetensors.safe_open` after a check that gives a plain reason (`UserError`) for what is not whole, or not safetensors"
     from safetensors import safe_open, SafetensorError
     path = Path(path)
-    if (why := _why_not(path)): raise UserError(f'{path}: {why}')
-    try: f = safe_open(path, framework)
-    except (SafetensorError, OSError) as e: raise UserError(f'{path} is damaged: {e}') from None
+    try:
+        if (why := _why_not(path)): raise UserError(f'{path}: {why}')
+        f = safe_open(path, framework)
+    except (SafetensorError, OSError) as e: raise UserError(f'{path} cannot be read: {" ".join(str(e).split())[:200]}') from None
     with f: yield f
