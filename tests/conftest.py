@@ -1,0 +1,23 @@
+"What every test shares: the checkout, no network for the Hugging Face libraries, and torch left as it was found."
+import os, sys
+from pathlib import Path
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT/'tools'))
+os.environ.update(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false', MPLBACKEND='agg')
+
+
+@pytest.fixture(scope='session')
+def root(): return ROOT
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was():
+    "A test that changes torch's global settings must not change the next test"
+    torch = sys.modules.get('torch')
+    if torch is None: yield; return
+    dtype, threads, grad, fixed = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_default_dtype(dtype); torch.set_grad_enabled(grad); torch.use_deterministic_algorithms(fixed)
+    if torch.get_num_threads() != threads: torch.set_num_threads(threads)
