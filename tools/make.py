@@ -129,10 +129,10 @@ def loop(args):
     if finished(RUN):
         print('\n%s is trained already: kept. To train it again: make loop FRESH=1' % RUN)
     else:
-        again = []
+        how = ['--preset', 'stories']
         if (ROOT/RUN/'config.json').exists():
-            again = ['--resume']; print('\n%s was interrupted: going on from its newest checkpoint. To start over: make loop FRESH=1' % RUN)
-        xtrain('train', '--preset', 'stories', '--out', RUN, *again, what='train')
+            how = ['--resume']; print('\n%s was interrupted: going on from its newest checkpoint. To start over: make loop FRESH=1' % RUN)
+        xtrain('train', *(how + ['--out', RUN]), what='train')
     xtrain('export', RUN, hf, '--overwrite', what='export')
     xtrain('verify', RUN, hf, what='verify')
     print('\nThe loop is closed: %s was trained, %s is the same model as a Qwen3 directory.' % (RUN, hf))

@@ -40,7 +40,8 @@ def copy_project(root, dest, but=('docs/',)):
         if n.startswith(tuple(but)): continue
         to = Path(dest)/n
         to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(Path(root)/n, to)
+        try: shutil.copy2(Path(root)/n, to)
+        except FileNotFoundError: pass  # gone since it was listed
     return Path(dest)
 
 
