@@ -203,7 +203,7 @@ def plot_loss(
     write_atomic(Path(run_dir)/'loss.png', buf.getvalue())
     return Path(run_dir)/'loss.png'
 
-# %% ../nbs/23_train.ipynb #3df82e9c
+# %% ../nbs/23_train.ipynb #c70605de
 def pick_device(
     name:str, # `auto`, `cpu` or `cuda`
 )->torch.device:
@@ -224,8 +224,15 @@ def pick_dtype(
 @contextmanager
 def deterministic(
     device:torch.device, # Where it computes
+    seed:int, # Of torch's own generator, from which nothing here draws
 ):
-    "Same bits every time: on a GPU, ask torch for its deterministic routines; on a CPU they are"
+    "Same bits every time: on a GPU, ask torch for its deterministic routines; on a CPU they are. The caller's settings and generator come back"
+    with torch.random.fork_rng([device] if device.type == 'cuda' else []):
+        torch.manual_seed(seed)
+        with _routines(device): yield
+
+@contextmanager
+def _routines(device):
     if device.type != 'cuda': yield; return
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
     was, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
@@ -329,7 +336,7 @@ class TrainResult:
     exit_code:int = 0 # 130 after Ctrl-C, 143 after SIGTERM
     def to_dict(self)->dict: return asdict(self)
 
-# %% ../nbs/23_train.ipynb #b4667193
+# %% ../nbs/23_train.ipynb #384e0675
 def train(
     cfg:TrainConfig, # The recipe
     show:str='auto', # Progress on stderr: `bar`, `lines`, `nothing`; `auto` is a bar on a terminal
@@ -339,7 +346,7 @@ def train(
     say = (lambda line: None) if show == 'nothing' else lambda line: print(line, file=sys.stderr, flush=True)
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
-    with run_directory(cfg) as out, deterministic(device):
+    with run_directory(cfg) as out, deterministic(device, cfg.seed):
 
         # ---- text and model ------------------------------------------------------------------
         saved = read_config(out) if cfg.resume else {}
@@ -371,7 +378,7 @@ def train(
         opt.found_inf = bad
         due = lambda n, done: n and done % n == 0
         log = Log(out/'metrics.jsonl', start, cfg.steps, tokens, show, on_bad=lambda *a: _diverged(out, *a))
-        done, val, saved_at = start, None, start if path else None
+        done, val, drawn = start, None, time.monotonic()
         try:
             with Stop() as stop:
                 for step in range(start, cfg.steps):
@@ -398,8 +405,10 @@ def train(
                     if extra.get('sample'): log.say(f'sample: {extra["sample"]}')
                     if keep or stop:
                         os.fsync(log.file.fileno())
-                        saved_at = save_checkpoint(out, done, model, opt, dict(tokens=log.tokens), cfg.keep) and done
+                        save_checkpoint(out, done, model, opt, dict(tokens=log.tokens), cfg.keep)
+                    if last or extra and time.monotonic()-drawn > 10:
                         plot_loss(out, info['floor'])
+                        drawn = time.monotonic()
                     log.resume_clock()
                     if stop: break
         finally: log.close()

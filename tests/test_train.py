@@ -1,0 +1,387 @@
+"The recipe and the loop: one mean, exact resume, signals, faults, what is written down."
+import hashlib, json, math, os, shutil, signal, subprocess, sys, textwrap, time
+from dataclasses import replace
+from pathlib import Path
+import pytest, torch
+from safetensors.torch import load_file
+from xtrain import train as T
+from xtrain.checkpoint import checkpoints, latest_checkpoint, new_run
+from xtrain.config import ModelConfig, UserError
+from xtrain.model import TinyTransformer
+from xtrain.recipe import PRESETS, TrainConfig, changes, lr_at, make_config
+from xtrain.tokenizer import Tokenizer
+from xtrain.train import accumulate, clip_grads, grad_norm, make_optimizer, read_metrics, train
+
+ENV = os.environ | dict(OMP_NUM_THREADS='1')
+SMALL = dict(vocab_size=280, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, ffn_dim=24, seq_len=16, batch_size=2, steps=12, lr=1e-2, warmup=3,
+             eval_every=4, eval_tokens=100, sample_every=0, save_every=4, keep=0, device='cpu')
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+    p = tmp_path_factory.mktemp('text')/'tales.jsonl'
+    words = 'the cat a dog saw ran to tree house red blue and then slept home'.split()
+    docs = [' '.join(words[(i*j*7 + i + j) % len(words)] for j in range(5 + i % 40)) + '.' for i in range(120)]
+    p.write_text(''.join(json.dumps(dict(text=d))+'\n' for d in docs))
+    return str(p)
+
+@pytest.fixture
+def cfg(text, tmp_path): return TrainConfig(**SMALL, data=text, out=str(tmp_path/'run'))
+
+def quiet(cfg): return train(cfg, show='nothing')
+def again(cfg, **kw): return replace(cfg, resume=True, **kw)
+def digest(d): return {str(p.relative_to(d)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(Path(d).rglob('*')) if p.is_file()}
+def losses(out): return {r['step']: {k: v for k,v in r.items() if k != 'tokens_per_second'} for r in read_metrics(Path(out)/'metrics.jsonl')}
+def at(src, dst, step):
+    "A copy of a run as it stood at a checkpoint, with metrics that go further, as after a crash"
+    shutil.copytree(src, dst)
+    for k,p in checkpoints(dst).items():
+        if k > step: shutil.rmtree(p)
+    return dst
+
+CHILD = '''
+    import json, sys; from xtrain.recipe import TrainConfig; from xtrain.train import train; from xtrain import train as T, checkpoint as C
+    {patch}
+    try: sys.exit(train(TrainConfig(**json.loads(sys.argv[1])), show='lines').exit_code)
+    except ValueError as e: print('xtrain:', e, file=sys.stderr); sys.exit(1)'''
+
+def child(cfg, patch='', limit=None, **kw):
+    "Train in a new process"
+    from dataclasses import asdict
+    pre = f'ulimit -f {limit}; ' if limit else ''
+    code = textwrap.dedent(CHILD).replace('{patch}', textwrap.dedent(patch))
+    p = subprocess.Popen(['bash', '-c', pre + 'exec "$@"', '-', sys.executable, '-W', 'ignore', '-c', code, json.dumps(asdict(cfg))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, **kw)
+    return p
+
+def finish(p):
+    out, err = p.communicate(timeout=120)
+    return p.returncode, err
+
+# ---- learning rate -------------------------------------------------------------------------------------------
+
+def test_lr_table():
+    c = TrainConfig(lr=1e-3, min_lr=1e-4, warmup=4, steps=20)
+    want = [.0002, .0004, .0006, .0008, .001, .000991353, .00096574, .000924147, .000868198, .000800011]
+    assert [lr_at(i, c) for i in range(5)] == pytest.approx(want[:5], abs=1e-12) and [lr_at(i, c) for i in range(6)] == pytest.approx(want[:6], abs=1e-9)
+    assert lr_at(12, c) == pytest.approx(.00055, abs=1e-12) and lr_at(19, c) == pytest.approx(.000108647, abs=1e-9) and lr_at(20, c) == lr_at(10**6, c) == 1e-4
+
+@pytest.mark.parametrize('schedule', ['cosine', 'linear', 'constant'])
+@pytest.mark.parametrize('warmup', [0, 1, 19, 20, 21, 500])
+@pytest.mark.parametrize('steps', [1, 2, 20])
+def test_lr_edges(schedule, warmup, steps):
+    c = TrainConfig(lr=1e-3, min_lr=1e-4, warmup=warmup, steps=steps, schedule=schedule)
+    e = [lr_at(i, c) for i in range(60)]
+    assert all(1e-4 <= v <= 1e-3 for v in e) and (warmup >= steps or max(e) == e[warmup] == 1e-3)
+    assert schedule == 'constant' or e[steps:] == [1e-4]*(60-steps)
+
+def test_recipe_refuses():
+    for kw, say in ((dict(lr=-1.), '--lr must be a number above 0'), (dict(lr='1'), '--lr'), (dict(steps=True), '--steps'), (dict(n_kv_heads=5), 'n_kv_heads=5'), (dict(dtype='fp8'), '--dtype must be one of auto, float32, bfloat16'),
+                    (dict(warmup=-1), '--warmup'), (dict(clip=math.nan), '--clip'), (dict(min_lr=1.), 'above --lr'), (dict(seed=-1), '--seed'), (dict(data=None), '--data'), (dict(head_dim=7), 'head_dim=7')):
+        with pytest.raises(UserError, match=say): TrainConfig(**kw)
+    for name in PRESETS: assert make_config(name, lr=1e-3).lr == 1e-3
+    with pytest.raises(UserError, match='--preset must be one of'): make_config('no')
+    assert make_config('t9').model_config(50257).num_params() == 3_257_824 and len(make_config('t15').model_config(50257).shapes()) == 47
+
+# ---- one mean ------------------------------------------------------------------------------------------------
+
+def uneven():
+    ids = torch.randint(0, 90, (4, 64), generator=torch.Generator().manual_seed(1))
+    t = ids.roll(-1, 1).clone()
+    for row,k in zip(t, (1, 3, 60, 64)): row[k:] = -100
+    return ids, t
+
+def model90(): return TinyTransformer(ModelConfig(90, 32, 2, 4, 2, 8, 48, 64), seed=0)
+def flat(m): return torch.cat([p.grad.flatten() for p in m.parameters()])
+
+@pytest.mark.parametrize('rows', [1, 2, 3])
+def test_the_split_does_not_matter(rows):
+    a, b = model90(), model90()
+    want, got = accumulate(a, *uneven(), 4), accumulate(b, *uneven(), rows)
+    ref = a.loss(*uneven())
+    assert got.item() == pytest.approx(want.item(), rel=1e-6) and want.item() == pytest.approx(ref.item(), rel=1e-6)
+    assert ((flat(a)-flat(b)).norm()/flat(a).norm()).item() < 1e-5
+
+def test_five_rows_in_windows_of_four():
+    ids, t = uneven(); ids, t = torch.cat([ids, ids[:1]]), torch.cat([t, t[3:]])
+    a, b = model90(), model90()
+    accumulate(a, ids, t, 5); accumulate(b, ids, t, 4)
+    assert ((flat(a)-flat(b)).norm()/flat(a).norm()).item() < 1e-5
+
+def test_scalar_example():
+    class Sums: # Two micro-batches: 2.0 over one token, 30.0 over sixty
+        def __init__(self): self.w = torch.ones((), requires_grad=True)
+        def loss(self, ids, t, reduction): return self.w*(2. if (t != -100).sum() == 1 else 30.)
+    t = torch.full((2, 60), -100); t[0, 0] = 1; t[1] = 1
+    assert accumulate(m := Sums(), torch.zeros_like(t), t, 1).item() == pytest.approx(.524590, abs=1e-6) == m.w.grad.item()
+
+def test_nothing_to_score():
+    ids, t = uneven()
+    m = model90(); loss = accumulate(m, ids, torch.full_like(t, -100), 2)
+    assert loss == 0 and (flat(m) == 0).all()
+
+# ---- clipping -------------------------------------------------------------------------------------------------
+
+def test_clip():
+    g = [torch.full((10, 10), 1e20)]
+    assert clip_grads(g, 1.).item() == pytest.approx(1e21, rel=1e-6) and torch.allclose(g[0], torch.full((10, 10), .1), rtol=1e-5)
+    g = [torch.tensor([3e38, 3e38])]; clip_grads(g, 1.); assert torch.allclose(g[0], torch.tensor([.5**.5]*2), rtol=1e-2)
+    g = [torch.tensor([.3]), torch.tensor([[.4]])]; was = [t.clone() for t in g]
+    assert clip_grads(g, 1.).item() == pytest.approx(.5) and all(map(torch.equal, g, was))
+    g = [torch.tensor([30.]), torch.tensor([40.])]; clip_grads(g, 0); assert g[0].item() == 30.
+    ref = [torch.randn(7, 3), torch.randn(5)]; p = [torch.nn.Parameter(torch.zeros_like(t)) for t in ref]
+    for q,t in zip(p, ref): q.grad = t.clone()
+    assert clip_grads(ref, .5).item() == pytest.approx(torch.nn.utils.clip_grad_norm_(p, .5).item(), rel=1e-6)
+    for q,t in zip(p, ref): assert torch.allclose(q.grad, t, rtol=1e-5)
+    for bad in (math.inf, math.nan): assert not grad_norm([torch.tensor([1., bad])]).isfinite()
+
+def test_what_decays():
+    m = model90(); opt = make_optimizer(m, TrainConfig(weight_decay=.3))
+    decay = {id(p) for g in opt.param_groups if g['weight_decay'] == .3 for p in g['params']}
+    for n,p in m.params().items(): assert (id(p) in decay) == (p.ndim == 2 and n != 'embed')
+    assert sum(len(g['params']) for g in opt.param_groups) == len(m.params())
+
+# ---- resume -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def straight(text, tmp_path_factory):
+    "A straight run with three micro-batches a step, and a checkpoint at every step"
+    out = tmp_path_factory.mktemp('straight')/'run'
+    c = TrainConfig(**SMALL | dict(grad_accum=3, save_every=1), data=text, out=str(out))
+    quiet(c)
+    return c
+
+def test_same_recipe_same_bytes(straight, tmp_path):
+    quiet(replace(straight, out=str(tmp_path/'b')))
+    a, b = digest(Path(straight.out)/'checkpoints'), digest(tmp_path/'b/checkpoints')
+    assert a == b and len(a) == 36 and losses(straight.out) == losses(tmp_path/'b')
+
+@pytest.mark.parametrize('k', range(1, 12))
+def test_resume_is_the_straight_run(straight, tmp_path, k):
+    out = at(straight.out, tmp_path/'run', k)
+    quiet(again(straight, out=str(out)))
+    assert digest(out/'checkpoints') == digest(Path(straight.out)/'checkpoints') # Weights, moments, generator, position: every byte
+    assert losses(out) == losses(straight.out) and len(read_metrics(out/'metrics.jsonl')) == 12 # 17 digits, no line twice
+
+def test_resume_in_a_new_process_with_other_save_points(straight, tmp_path):
+    out = at(straight.out, tmp_path/'run', 5)
+    rc, err = finish(child(again(straight, out=str(out), save_every=5, batch_size=3, grad_accum=2)))
+    assert rc == 0 and 'changed: --save-every 1 -> 5' in err
+    want = losses(straight.out)
+    for k,r in losses(out).items(): assert r['loss'] == pytest.approx(want[k]['loss'], rel=1e-5) # The same rows, cut differently
+    out = at(straight.out, tmp_path/'run2', 7)
+    assert finish(child(again(straight, out=str(out), save_every=2)))[0] == 0
+    assert losses(out) == want
+    for f in ('model', 'optimizer'): assert digest(out/'checkpoints/step-00000012')[f'{f}.safetensors'] == digest(Path(straight.out)/'checkpoints/step-00000012')[f'{f}.safetensors']
+
+def test_the_logged_rate_is_the_schedule(straight):
+    assert [r['lr'] for r in losses(straight.out).values()] == [lr_at(i, straight) for i in range(12)]
+
+def test_ten_of_twenty(cfg, tmp_path):
+    long = replace(cfg, steps=8, save_every=0)
+    quiet(long)
+    short = replace(long, out=str(tmp_path/'b'), steps=4, decay_steps=8)
+    quiet(short); quiet(again(short, steps=8))
+    assert {k: r['loss'] for k,r in losses(long.out).items()} == {k: r['loss'] for k,r in losses(tmp_path/'b').items()}
+
+def test_killed_anywhere_then_resumed(straight, tmp_path):
+    c = replace(straight, out=str(tmp_path/'run'))
+    patch = 'import time; old = C.save_file\ndef slow(*a): old(*a); time.sleep(.05)\nC.save_file = slow'
+    for i,wait in enumerate((.3, .55)):
+        p = child(again(c) if i else c, patch)
+        while not (Path(c.out)/'checkpoints').exists(): time.sleep(.02); assert p.poll() is None
+        time.sleep(wait); p.kill(); p.communicate()
+    quiet(again(c))
+    assert digest(tmp_path/'run/checkpoints') == digest(Path(straight.out)/'checkpoints') and losses(c.out) == losses(straight.out)
+
+def test_looking_changes_nothing(cfg, tmp_path):
+    quiet(cfg); quiet(replace(cfg, out=str(tmp_path/'b'), eval_every=1, sample_every=1, log_every=3, save_every=0))
+    f = 'checkpoints/step-00000012/model.safetensors'
+    assert digest(cfg.out)[f] == digest(tmp_path/'b')[f]
+    rows = read_metrics(tmp_path/'b/metrics.jsonl')
+    assert [r['step'] for r in rows] == list(range(1, 13)) and all('val_loss' in r and 'sample' in r for r in rows)
+
+def test_recompute_changes_nothing(cfg, tmp_path):
+    quiet(cfg); quiet(replace(cfg, out=str(tmp_path/'b'), recompute=True))
+    assert losses(cfg.out) == losses(tmp_path/'b')
+
+def test_bfloat16_keeps_float32_masters(cfg):
+    quiet(replace(cfg, dtype='bfloat16', steps=4))
+    d = Path(cfg.out)/'checkpoints/step-00000004'
+    t = load_file(d/'model.safetensors') | load_file(d/'optimizer.safetensors')
+    assert {v.dtype for v in t.values()} == {torch.float32}
+    assert all((t[n] != 1).any() and not torch.equal(t[n], t[n].bfloat16().float()) for n in ('final_norm', 'blocks.0.q_norm')) # Gains moved, and by less than bfloat16 can say
+
+# ---- a changed recipe --------------------------------------------------------------------------------------------------
+
+def test_harmless_changes_are_applied_and_said(straight, tmp_path, capfd):
+    out = at(straight.out, tmp_path/'run', 6)
+    train(again(straight, out=str(out), lr=5e-3, steps=14, eval_every=7, seed=3), show='lines')
+    err = capfd.readouterr().err
+    for line in ('changed: --lr 0.01 -> 0.005', 'changed: --steps 12 -> 14', 'changed: --eval-every 4 -> 7', 'changed: --seed 0 -> 3 (the order of the data changes'): assert line in err
+    assert 'changed: --dim' not in err and list(losses(out)) == list(range(1, 15))
+    want = replace(straight, lr=5e-3, steps=14)
+    assert [r['lr'] for r in losses(out).values()][6:] == [lr_at(i, want) for i in range(6, 14)]
+    c = json.loads((out/'config.json').read_text())
+    assert c['train']['lr'] == 5e-3 and c['history'] == [dict(step=6, lr=[.01, .005], steps=[12, 14], eval_every=[4, 7], seed=[0, 3])]
+
+@pytest.mark.parametrize('kw, say', [(dict(dim=32), "--dim 32 differs from the run's 16"), (dict(n_layers=3), '--n-layers 3 .* 2'), (dict(n_kv_heads=1), '--kv-heads 1 .* 2'), (dict(head_dim=8), '--head-dim 8 .* 4'), (dict(ffn_dim=8), '--ffn-dim 8 .* 24'),
+    (dict(rope_theta=5e5), '--rope-theta 500000.0 .* 10000.0'), (dict(eps=1e-5), '--eps'), (dict(tied=True), '--tied True .* False'), (dict(vocab_size=300), '--vocab-size 300 .* 280'), (dict(seq_len=17), "--seq-len 17 is more than the run's context of 16"), (dict(data='stories'), '--data stories')])
+def test_other_architecture_or_data_is_refused(straight, tmp_path, kw, say):
+    out = at(straight.out, tmp_path/'run', 12); was = digest(out)
+    with pytest.raises(UserError, match=say): quiet(again(straight, out=str(out), **kw))
+    assert digest(out) == was
+
+def test_other_tokenizer_or_changed_file_is_refused(straight, text, tmp_path):
+    out = at(straight.out, tmp_path/'run', 12)
+    Tokenizer.train(['other text for other merges']*9, 270).save(tmp_path/'tokenizer.json')
+    was = digest(out)
+    with pytest.raises(UserError, match=r'--tokenizer .*tokenizer.json \(sha256 \w{8}…, 2\d\d ids\) differs from the run'): quiet(again(straight, out=str(out), tokenizer=str(tmp_path/'tokenizer.json')))
+    mine = tmp_path/'tales.jsonl'; shutil.copy(text, mine)
+    c = replace(straight, data=str(mine), out=str(tmp_path/'mine'), steps=2); quiet(c)
+    mine.write_text(mine.read_text() + json.dumps(dict(text='one more'))+'\n')
+    before = digest(c.out)
+    with pytest.raises(UserError, match='--data .* is not what the run began with'): quiet(again(c, steps=3))
+    assert digest(out) == was and digest(c.out) == before
+
+def test_resume_alone_takes_the_saved_recipe(straight, tmp_path):
+    out = at(straight.out, tmp_path/'run', 3)
+    c = make_config(resume=out)
+    assert replace(c, out='', resume=False) == replace(straight, out='')
+    quiet(c)
+    assert losses(out) == losses(straight.out)
+    assert quiet(make_config(resume=out)).step == 12 # Nothing left to do is no error
+
+def test_a_damaged_newest_checkpoint_costs_only_its_steps(straight, tmp_path, capfd):
+    out = at(straight.out, tmp_path/'run', 9)
+    f = out/'checkpoints/step-00000009/optimizer.safetensors'; f.write_bytes(f.read_bytes()[:-100])
+    train(again(straight, out=str(out)), show='lines')
+    assert 'step-00000009: optimizer.safetensors has' in capfd.readouterr().err
+    assert digest(out/'checkpoints') == digest(Path(straight.out)/'checkpoints') and losses(out) == losses(straight.out)
+
+def test_foreign_weights_become_a_run(cfg, tmp_path):
+    tok = Tokenizer.train(['the cat saw a dog'], 270)
+    m = TinyTransformer(cfg.model_config(270), seed=5)
+    new_run(tmp_path/'imported', m, tok)
+    r = quiet(make_config(resume=tmp_path/'imported', data=cfg.data, steps=2, batch_size=2, device='cpu', lr=1e-3))
+    a, b = load_file(tmp_path/'imported/checkpoints/step-00000000/model.safetensors'), load_file(tmp_path/'imported/checkpoints/step-00000002/model.safetensors')
+    assert r.step == 2 and torch.equal(a['embed'], m.embed) and 0 < (a['blocks.0.wq']-b['blocks.0.wq']).abs().max() < 3e-3
+
+# ---- signals ------------------------------------------------------------------------------------------------------------
+
+SLOW = 'import time; old = C.save_file\ndef slow(*a): print("saving", flush=True); time.sleep(.4); old(*a)\nC.save_file = slow'
+
+@pytest.mark.parametrize('signals, rc', [([signal.SIGINT], 130), ([signal.SIGTERM, signal.SIGINT], 143)])
+def test_signals_in_mid_save(straight, tmp_path, signals, rc):
+    c = replace(straight, out=str(tmp_path/'run'))
+    p = child(c, SLOW)
+    assert p.stdout.readline() == 'saving\n'
+    for s in signals: time.sleep(.1); p.send_signal(s)
+    got, err = finish(p)
+    done = max(checkpoints(c.out))
+    assert got == rc and f'stopped at step {done} of 12, saved; go on with: xtrain train --resume --out {c.out}' in err and 'Traceback' not in err
+    assert max(losses(c.out)) == done < 12 and not [n for n in os.listdir(tmp_path/'run/checkpoints') if n.startswith('.')]
+    quiet(again(c))
+    assert digest(tmp_path/'run/checkpoints') == digest(Path(straight.out)/'checkpoints')
+
+# ---- faults ---------------------------------------------------------------------------------------------------------------
+
+def test_a_wild_rate_stops_with_good_checkpoints(cfg):
+    c = replace(cfg, lr=1e30, min_lr=0., warmup=0, steps=50, save_every=1, keep=2)
+    with pytest.raises(UserError, match=r'step \d+: the gradient is not finite.*stopped with the weights of step \d+; the last checkpoint is of step \d+; try a lower --lr'): quiet(c)
+    t = load_file(latest_checkpoint(c.out)/'model.safetensors')
+    assert all(v.isfinite().all() for v in t.values())
+    assert all(math.isfinite(r['loss']) for r in losses(c.out).values())
+
+@pytest.mark.parametrize('log_every', [1, 5])
+def test_one_bad_micro_batch_changes_nothing(straight, tmp_path, monkeypatch, log_every):
+    c, calls, loss = replace(straight, out=str(tmp_path/'run'), save_every=0, log_every=log_every, eval_every=0), [], TinyTransformer.loss
+    def bad(self, ids, t, reduction='mean'):
+        calls.append(1)
+        return loss(self, ids, t, reduction=reduction)*(math.nan if len(calls) == 3*6 + 2 else 1.) # The second of three, in step 7
+    kept = {}
+    monkeypatch.setattr(TinyTransformer, 'loss', bad)
+    monkeypatch.setattr(T, 'make_optimizer', lambda m, cfg: kept.setdefault('opt', make_optimizer(kept.setdefault('model', m), cfg)))
+    with pytest.raises(UserError, match=r'step 7: .*weights of step 6'): quiet(c)
+    t = load_file(Path(straight.out)/'checkpoints/step-00000006/model.safetensors')
+    assert all(torch.equal(t[n], p) for n,p in kept['model'].params().items())
+    assert list(losses(c.out)) == [1, 2, 3, 4, 5, 6]
+
+def test_full_disk_in_mid_run(cfg):
+    quiet(cfg); size = max(p.stat().st_size for p in Path(cfg.out).rglob('optimizer.safetensors'))
+    was = digest(cfg.out)
+    rc, err = finish(child(again(cfg, steps=20), limit=size//1024 - 1))
+    assert rc == 1 and 'cannot write' in err and 'checkpoints/step-00000016' in err and 'errno 27' in err and 'Traceback' not in err
+    now = digest(cfg.out)
+    assert all(now[f] == h for f,h in was.items() if f.startswith('checkpoints')) and list(checkpoints(cfg.out)) == [12, 8, 4]
+    assert quiet(again(cfg, steps=20)).step == 20
+
+def test_where_a_run_may_be(cfg, tmp_path):
+    quiet(replace(cfg, steps=1))
+    was = digest(cfg.out)
+    with pytest.raises(UserError, match=f'holds a run already; go on with it by `xtrain train --resume --out {cfg.out}`'): quiet(cfg)
+    assert digest(cfg.out) == was
+    (tmp_path/'other').mkdir(); (tmp_path/'other/thesis.txt').write_text('')
+    with pytest.raises(UserError, match='has other files in it'): quiet(replace(cfg, out=str(tmp_path/'other')))
+    with pytest.raises(UserError, match='is a file'): quiet(replace(cfg, out=cfg.data))
+    with pytest.raises(UserError, match='is not a run'): quiet(again(cfg, out=str(tmp_path/'none')))
+    assert not (tmp_path/'none').exists()
+
+def test_unwritable_is_told_before_training(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr(T, 'get_tokenizer', lambda *a: pytest.fail('too late'))
+    places = [f'{cfg.data}/run', '/proc/run']
+    if os.geteuid(): (tmp_path/'ro').mkdir(mode=0o555); places.append(str(tmp_path/'ro/run'))
+    for out in places:
+        with pytest.raises(UserError, match=f'cannot write {out}: .*errno'): quiet(replace(cfg, out=out))
+
+def test_a_new_run_that_cannot_begin_leaves_nothing(cfg, tmp_path):
+    for kw in (dict(seq_len=10**6), dict(data=str(tmp_path/'none.txt')), dict(tokenizer=str(tmp_path/'none.json')), dict(vocab_size=100)):
+        with pytest.raises(UserError): quiet(replace(cfg, **kw))
+        assert not Path(cfg.out).exists()
+
+def test_two_processes_one_run(cfg):
+    quiet(replace(cfg, steps=1))
+    with T.locked(cfg.out):
+        with pytest.raises(UserError, match='is being trained by another process'): quiet(again(cfg))
+
+def test_no_gpu_is_said():
+    if torch.cuda.is_available(): pytest.skip('there is one')
+    with pytest.raises(UserError, match='--device cuda: torch .* (built without CUDA|sees no GPU)'): quiet(TrainConfig(device='cuda'))
+
+# ---- what is written down ----------------------------------------------------------------------------------------------------
+
+def test_metrics_picture_and_result(cfg, capfd):
+    r = train(replace(cfg, data='stories:200', vocab_size=300, sample_every=6), show='lines')
+    rows, err = read_metrics(Path(cfg.out)/'metrics.jsonl'), capfd.readouterr().err
+    assert [x['step'] for x in rows] == list(range(1, 13))
+    assert all(set(x) >= {'step', 'loss', 'lr', 'grad_norm', 'tokens', 'tokens_per_second'} for x in rows)
+    assert [x['step'] for x in rows if 'val_loss' in x] == [4, 8, 12] and [x['step'] for x in rows if 'sample' in x] == [6, 12]
+    assert rows[-1]['tokens'] == r.tokens == 12*2*16 and r.loss == rows[-1]['loss'] and r.val_loss == rows[-1]['val_loss']
+    assert (Path(cfg.out)/'loss.png').read_bytes()[:4] == b'\x89PNG' and r.floor and f'{r.floor:.4f}' in err and 'held-out loss' in err
+    assert r.exit_code == 0 and json.loads(json.dumps(r.to_dict()))['step'] == 12
+    c = json.loads((Path(cfg.out)/'config.json').read_text())
+    assert set(c) == {'model', 'train', 'data', 'history'} and c['model']['vocab_size'] == 300 and 'out' not in c['train']
+
+def test_speed_is_of_training_alone(cfg, monkeypatch):
+    monkeypatch.setattr(T, 'evaluate', lambda *a: time.sleep(.2) or 1.)
+    r = quiet(replace(cfg, eval_every=1))
+    assert r.seconds > 2.4 and r.tokens/r.tokens_per_second < r.seconds - 2.3
+
+def test_a_run_moves(straight, tmp_path):
+    "A run directory may be renamed; nothing in it knows its place"
+    shutil.copytree(straight.out, tmp_path/'elsewhere')
+    assert str(straight.out) not in ''.join(p.read_text() for p in (tmp_path/'elsewhere').glob('*.json*'))
+
+# ---- golden --------------------------------------------------------------------------------------------------------------------
+
+GOLDEN = [4.497036457061768, 4.399097919464111, 4.267186641693115, 4.275496482849121, 4.318103790283203, 4.215892791748047, 4.047651767730713, 3.7522330284118652]
+
+def test_golden_losses():
+    "A change that should change nothing must change no digit (six of them, across machines)"
+    m = TinyTransformer(ModelConfig(90, 32, 2, 4, 2, 8, 48, 64), seed=0)
+    c = TrainConfig(lr=1e-2, warmup=2, steps=8, clip=.5)
+    opt, got = make_optimizer(m, c), []
+    for step in range(8):
+        ids = (torch.arange(2*17).view(2, 17)*7 + step) % 90
+        for g in opt.param_groups: g['lr'] = lr_at(step, c)
+        got.append(accumulate(m, ids[:, :-1], ids[:, 1:], 1).item())
+        clip_grads([p.grad for p in m.parameters()], c.clip); opt.step(); opt.zero_grad()
+    assert got == pytest.approx(GOLDEN, rel=1e-5), got
