@@ -41,6 +41,7 @@ def run(cmd, what=None, check=True, **env):
     except KeyboardInterrupt: stop('stopped')
     secs = time.time()-start
     if what: times.append((what, secs))
+    if code in (130, -2) and check: stop('stopped; the same command goes on from here')
     if code and check: stop('this command failed (exit status %s): %s' % (code, shown(cmd)))
     return code
 
