@@ -1,0 +1,621 @@
+"Export and import: both directions of one table, and everything that must be refused, by name and in one line"
+import copy, errno, json, math, os, pickle, shutil, struct, warnings
+from dataclasses import replace
+from pathlib import Path
+import pytest, torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors.torch import load_file, save_file
+from xtrain import hf
+from xtrain.config import ModelConfig, UserError
+from xtrain.generate import generate
+from xtrain.hf import check_target, export_hf, find_weights, from_hf_config, hf_config, hf_shapes, import_hf, import_model, import_to_run, load_any, parse_size, plan_shards, tensor_map, write_safetensors
+from xtrain.model import TinyTransformer
+from xtrain.tokenizer import Tokenizer
+
+GQA = ModelConfig(vocab_size=300, dim=40, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=18, ffn_dim=56, max_seq_len=256, rope_theta=5e5, eps=1e-5)
+CONFIGS = dict(gqa=GQA, tied=replace(GQA, tied=True), mqa=replace(GQA, n_kv_heads=1), mha=replace(GQA, n_kv_heads=6), square=replace(GQA, dim=108), one_layer=replace(GQA, n_layers=1, tied=True))
+
+def make(cfg=GQA, **kw): return TinyTransformer(cfg, **dict(seed=0, attention='composed', std=.2) | kw)
+def files(d): return {p.name: p.read_bytes() for p in Path(d).iterdir()}
+def js(d): return json.loads(Path(d).read_text())
+def rounded(model): return {n: p.detach().bfloat16().float() for n,p in model.params().items()}
+def same(a, b): return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+def refusal(f, *args, **kw):
+    "The one line that a refusal says"
+    with pytest.raises(UserError) as e: f(*args, **kw)
+    assert '\n' not in str(e.value) and len(str(e.value)) < 600, str(e.value)
+    return str(e.value)
+
+@pytest.fixture(scope='module')
+def tok(): return Tokenizer.train(['the cat sat on the mat, and the dog sat on the cat. '*9], vocab_size=290)
+
+@pytest.fixture(scope='module')
+def good(tmp_path_factory, tok):
+    "An export, never to be changed"
+    d = tmp_path_factory.mktemp('good')/'m'
+    export_hf(make(), tok, d)
+    return d
+
+@pytest.fixture
+def d(good, tmp_path):
+    "A copy of it to damage"
+    shutil.copytree(good, tmp_path/'m')
+    return tmp_path/'m'
+
+def set_config(d, **change):
+    c = js(d/'config.json') | change
+    (d/'config.json').write_text(json.dumps({k: v for k,v in c.items() if v != 'gone'}))
+
+def set_tensors(d, change):
+    t = load_file(d/'model.safetensors')
+    change(t)
+    save_file({n: x.contiguous() for n,x in t.items()}, d/'model.safetensors')
+
+def refused_unchanged(d, f=import_model):
+    "Refused, and not a byte of the directory or beside it touched"
+    before, beside = files(d), sorted(d.parent.iterdir())
+    said = refusal(f, d)
+    assert files(d) == before and sorted(d.parent.iterdir()) == beside
+    return said
+
+# --- there and back ---
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_names_and_shapes_are_those_of_transformers(name):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    cfg = CONFIGS[name]
+    theirs = Qwen3ForCausalLM(Qwen3Config(**hf_config(cfg)))
+    assert hf_shapes(cfg) == {n: tuple(p.shape) for n,p in theirs.named_parameters()}
+    assert [o for o,*_ in tensor_map(cfg)] == list(cfg.shapes()) and len(tensor_map(cfg)) == 3 - cfg.tied + 11*cfg.n_layers
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_both_inverses(name, tok, tmp_path):
+    model = make(CONFIGS[name])
+    for t in ('x', 'y'): export_hf(model, tok, tmp_path/t)
+    assert files(tmp_path/'x') == files(tmp_path/'y')                      # twice the same bytes
+    back, tok2 = import_hf(tmp_path/'x')
+    assert back.cfg == model.cfg and tok2.sha256 == tok.sha256
+    assert same(dict(back.params()), rounded(model)) and all(p.dtype == torch.float32 and p.requires_grad for p in back.params().values())
+    export_hf(back, tok2, tmp_path/'z')
+    assert files(tmp_path/'z') == files(tmp_path/'x')                      # and back, byte for byte
+    assert [p.stride() for p in back.params().values()] == [p.stride() for p in model.params().values()]
+
+@pytest.mark.parametrize('name', ['gqa', 'tied'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_transformers_loads_it_without_a_word(name, dtype, tok, tmp_path):
+    import logging
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    said = []
+    handler = logging.Handler(); handler.emit = lambda r: said.append(r.getMessage())
+    logging.getLogger('transformers').addHandler(handler)
+    model = make(CONFIGS[name])
+    export_hf(model, tok, tmp_path/'m')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path/'m', dtype=dtype, attn_implementation='eager', output_loading_info=True)
+        t = AutoTokenizer.from_pretrained(tmp_path/'m')
+    logging.getLogger('transformers').removeHandler(handler)
+    assert not any(info.values()) and not said, (info, said)
+    ours = import_model(tmp_path/'m', 'composed', dtype=dtype)
+    ids = torch.randint(300, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(): assert torch.equal(ours(ids), theirs(ids).logits)
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == t.eos_token_id == tok.eos_id == 0
+    for s in ('the cat sat', '  on\r\n the\tmat ', 'Zoë 👩‍👩‍👧 12345', "it's", '<|endoftext|>'):
+        assert t(s)['input_ids'] == tok.encode(s, special=True) and t.decode(t(s)['input_ids']) == s
+
+def test_the_file_is_what_the_library_writes(good, tmp_path):
+    model = make()
+    source = {t: (p.t() if tr else p).detach().bfloat16().contiguous() for (_,t,tr),p in zip(tensor_map(GQA), model.params().values())}
+    save_file(source, tmp_path/'x', {'format': 'pt'})
+    assert (tmp_path/'x').read_bytes() == (good/'model.safetensors').read_bytes()
+    assert (good/'model.safetensors').read_bytes()[8:41] == b'{"__metadata__":{"format":"pt"},"'
+    assert (good/'model.safetensors').stat().st_size == 2*GQA.num_params() + 8 + struct.unpack('<Q', (good/'model.safetensors').read_bytes()[:8])[0]
+
+def test_config_has_every_field(good):
+    c = js(good/'config.json')
+    want = '''architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act max_position_embeddings initializer_range
+              rms_norm_eps use_cache tie_word_embeddings rope_theta rope_scaling attention_bias attention_dropout use_sliding_window sliding_window max_window_layers bos_token_id eos_token_id pad_token_id torch_dtype transformers_version'''
+    assert set(want.split()) | {'rope_parameters'} == set(c)
+    assert c['rope_parameters'] == dict(rope_type='default', rope_theta=5e5) and c['rope_theta'] == 5e5 and c['rms_norm_eps'] == 1e-5 and c['head_dim'] == 18 and c['torch_dtype'] == 'bfloat16'
+    t = js(good/'tokenizer_config.json')
+    assert t['tokenizer_class'] == 'PreTrainedTokenizerFast' and t['add_bos_token'] is False and t['model_max_length'] == 256
+    assert from_hf_config(c) == GQA
+
+def test_one_tensor_at_a_time(tmp_path):
+    "The exported form of a tensor is gone before the next is made"
+    alive, worst = [0], [0]
+    class Held(torch.Tensor):
+        pass
+    import weakref
+    def get(name):
+        t = torch.ones(100, 10).as_subclass(Held)
+        alive[0] += 1; worst[0] = max(worst[0], alive[0])
+        weakref.finalize(t, lambda: alive.__setitem__(0, alive[0]-1))
+        return t
+    write_safetensors(tmp_path/'x', {str(i): (100, 10) for i in range(20)}, torch.bfloat16, get)
+    assert worst[0] <= 2
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+def test_other_dtypes_keep_their_bits(dtype, tok, tmp_path):
+    model = make().to(dtype).float()
+    export_hf(model, tok, tmp_path/'m', dtype=dtype)
+    assert same(dict(import_model(tmp_path/'m').params()), dict(model.params())) and js(tmp_path/'m/config.json')['torch_dtype'] == str(dtype)[6:]
+    assert 'bfloat16, float16 or float32' in refusal(export_hf, model, tok, tmp_path/'n', dtype=torch.float64)
+
+def test_what_transformers_saves_is_read(tmp_path, good):
+    "transformers 5 writes other keys (dtype, rope_parameters alone, layer_types), in one file or in shards"
+    from transformers import AutoModelForCausalLM
+    theirs = AutoModelForCausalLM.from_pretrained(good, dtype=torch.float32)
+    for shard in ('5GB', '30KB'):
+        theirs.save_pretrained(tmp_path/shard, max_shard_size=shard)
+        assert 'rope_theta' not in js(tmp_path/shard/'config.json')
+        model = import_model(tmp_path/shard)
+        assert model.cfg == GQA and same(dict(model.params()), rounded(make()))
+    assert len(list((tmp_path/'30KB').glob('*.safetensors'))) > 2
+
+def test_wrappers_are_taken_off(good, tok, tmp_path):
+    "C01: torch.compile, DDP and both"
+    from torch import distributed as dist
+    model = make()
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for n,m in enumerate((torch.compile(model), torch.nn.parallel.DistributedDataParallel(model), torch.compile(torch.nn.parallel.DistributedDataParallel(model)), torch.nn.parallel.DistributedDataParallel(torch.compile(model)))):
+            export_hf(m, tok, tmp_path/str(n))
+            assert files(tmp_path/str(n)) == files(good)
+    finally: dist.destroy_process_group()
+
+def test_the_result_of_an_export(tok, tmp_path):
+    r = export_hf(make(), tok, tmp_path/'m')
+    assert r['dir'] == str(tmp_path/'m') and r['tensors'] == 25 and r['params'] == GQA.num_params() and r['files'] == {p.name: p.stat().st_size for p in (tmp_path/'m').iterdir()}
+    assert len(r['notes']) == 1 and f'{300-tok.vocab_size} of 300 rows' in r['notes'][0]
+    json.dumps(r)
+
+def test_importing_draws_no_random_numbers(good):
+    before = torch.get_rng_state()
+    import_hf(good)
+    assert torch.equal(before, torch.get_rng_state())
+
+# --- shards ---
+
+def test_shards(good, tok, tmp_path):
+    r = export_hf(make(), tok, tmp_path/'m', max_shard_size='30KB')
+    index = js(tmp_path/'m/model.safetensors.index.json')
+    shards = sorted(f for f in r['files'] if f.endswith('.safetensors'))
+    assert len(shards) >= 3 and sorted(set(index['weight_map'].values())) == shards and shards[0] == f'model-00001-of-{len(shards):05d}.safetensors'
+    whole, parts = load_file(good/'model.safetensors'), {}
+    for f in shards:
+        t = load_file(tmp_path/'m'/f)
+        assert set(t) == {n for n,g in index['weight_map'].items() if g == f} and (len(t) == 1 or sum(x.nbytes for x in t.values()) <= 30_000)
+        parts |= t
+    assert same(parts, whole) and index['metadata']['total_size'] == sum(x.nbytes for x in whole.values())
+    assert same(dict(import_model(tmp_path/'m').params()), dict(import_model(good).params()))
+    export_hf(*import_hf(tmp_path/'m'), tmp_path/'n', max_shard_size='30KB')
+    assert files(tmp_path/'n') == files(tmp_path/'m')
+    assert len(plan_shards(hf_shapes(GQA), torch.bfloat16, 1)) == 25       # one tensor each, larger than the limit
+
+@pytest.mark.parametrize('size, n', [(1, 1), ('10', 10), ('5GB', 5*10**9), ('2GiB', 2**31), ('64 kb', 64_000), ('1.5GB', None), (0, None), ('-1', None), ('1e9', None), (None, None), (True, None), ('9'*400, None)])
+def test_sizes(size, n):
+    if n: assert parse_size(size) == n
+    else: assert 'max_shard_size' in refusal(parse_size, size)
+
+# --- targets (C07) ---
+
+def test_a_smaller_model_leaves_nothing_of_a_larger_one(tok, tmp_path):
+    d = tmp_path/'m'
+    export_hf(make(), tok, d, max_shard_size='30KB')
+    before = files(d)
+    assert len(before) >= 8
+    assert 'exists already' in refusal(export_hf, make(CONFIGS['one_layer']), None, d) and files(d) == before
+    export_hf(make(CONFIGS['one_layer']), None, d, overwrite=True)
+    assert sorted(files(d)) == ['config.json', 'generation_config.json', 'model.safetensors']
+    assert import_model(d).cfg == CONFIGS['one_layer'] and list(tmp_path.iterdir()) == [d]
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError('x')])
+def test_an_interrupted_export_leaves_the_old_one_whole(error, good, d, monkeypatch, tok):
+    write = hf.write_safetensors
+    def half(path, shapes, *args):
+        write(path, shapes, *args)
+        raise error
+    monkeypatch.setattr(hf, 'write_safetensors', half)
+    with pytest.raises((type(error), UserError)) as e: export_hf(make(CONFIGS['one_layer']), tok, d, overwrite=True, max_shard_size='30KB')
+    assert files(d) == files(good) and list(d.parent.iterdir()) == [d]
+    if isinstance(error, OSError): assert isinstance(e.value, UserError) and 'No space left' in str(e.value) and str(d) in str(e.value)
+
+def test_only_an_export_is_ever_replaced(d, tok, tmp_path):
+    for name in ('notes.txt', 'vocab.json', '.git', 'checkpoints'):
+        (d/name).mkdir() if name in ('.git', 'checkpoints') else (d/name).write_text('mine')
+        before = sorted(p.name for p in d.iterdir())
+        assert f"holds '{name}'" in refusal(export_hf, make(), tok, d, overwrite=True) and sorted(p.name for p in d.iterdir()) == before
+        (d/name).rmdir() if (d/name).is_dir() else (d/name).unlink()
+    (d/'README.md').mkdir(); assert "holds 'README.md'" in refusal(export_hf, make(), tok, d, overwrite=True)
+    (d/'README.md').rmdir(); (d/'README.md').write_text('a card')
+    export_hf(make(), tok, d, overwrite=True)
+    (tmp_path/'empty').mkdir(); export_hf(make(), tok, tmp_path/'empty')
+
+def test_bad_targets(good, tok, tmp_path, monkeypatch):
+    (tmp_path/'file').write_text('x')
+    for ow in (False, True): assert 'is a file' in refusal(export_hf, make(), tok, tmp_path/'file', ow) and (tmp_path/'file').read_text() == 'x'
+    assert 'not a directory' in refusal(export_hf, make(), tok, tmp_path/'no/where') and 'not a directory' in refusal(export_hf, make(), tok, tmp_path/'file/m')
+    assert refusal(export_hf, make(), tok, tmp_path/('n'*300)) and refusal(check_target, '/')
+    monkeypatch.setattr(os, 'access', lambda p, mode: False)
+    assert 'permission denied' in refusal(export_hf, make(), tok, tmp_path/'m')
+    assert [p.name for p in tmp_path.iterdir()] == ['file']
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root may write anywhere')
+def test_a_read_only_parent(tok, tmp_path):
+    tmp_path.chmod(0o555)
+    try: assert 'cannot write' in refusal(export_hf, make(), tok, tmp_path/'m')
+    finally: tmp_path.chmod(0o755)
+
+def test_odd_names_and_links(good, tok, tmp_path, monkeypatch):
+    for name in ('with space', 'größe 模型', "it's", '-dash', '.hidden', 'a.b.c'):
+        export_hf(make(), tok, tmp_path/name)
+        assert files(tmp_path/name) == files(good) and import_model(tmp_path/name)
+    (tmp_path/'link').symlink_to(tmp_path/'.hidden')
+    export_hf(make(CONFIGS['tied']), tok, tmp_path/'link', overwrite=True)
+    assert (tmp_path/'link').is_symlink() and import_model(tmp_path/'.hidden').cfg.tied
+    monkeypatch.chdir(tmp_path)
+    export_hf(make(), tok, 'relative')
+    assert files(tmp_path/'relative') == files(good)
+
+def test_files_may_be_links(good, tmp_path):
+    "As in a download cache"
+    (tmp_path/'m').mkdir()
+    for p in good.iterdir(): (tmp_path/'m'/p.name).symlink_to(p)
+    assert same(dict(import_hf(tmp_path/'m')[0].params()), dict(import_model(good).params()))
+
+# --- what cannot be exported ---
+
+@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf, 3.4e38])
+def test_numbers_that_are_none_are_named(value, tok, tmp_path):
+    model = make()
+    with torch.no_grad(): model.blocks[1].wk[3, 2] = value
+    assert 'model.layers.1.self_attn.k_proj.weight' in refusal(export_hf, model, tok, tmp_path/'m') and not list(tmp_path.iterdir())
+
+def test_what_float16_cannot_hold(tok, tmp_path):
+    model = make()
+    with torch.no_grad(): model.embed[0, 0] = 1e5
+    assert 'after rounding to float16' in refusal(export_hf, model, tok, tmp_path/'m', dtype=torch.float16)
+    export_hf(model, tok, tmp_path/'m')
+
+def test_a_vocabulary_too_large(tok, tmp_path, d):
+    assert f'{tok.vocab_size} ids, the model 100 rows' in refusal(export_hf, make(replace(GQA, vocab_size=100)), tok, tmp_path/'n')
+    big = Tokenizer.train(['a b'], vocab_size=400, special=[f'<{i}>' for i in range(60)])
+    big.save(d/'tokenizer.json')
+    assert 'ids, the model 300 rows' in refused_unchanged(d, import_hf)
+
+# --- end of text (C08) ---
+
+def three(d): return js(d/'config.json')['eos_token_id'], js(d/'generation_config.json')['eos_token_id'], js(d/'tokenizer_config.json')['eos_token']
+
+def test_all_files_name_the_same_end(tok, tmp_path):
+    export_hf(make(), tok, tmp_path/'zero')
+    assert three(tmp_path/'zero') == (0, 0, '<|endoftext|>') and import_hf(tmp_path/'zero')[1].stop_ids == [0]
+    none = Tokenizer.train(['the cat sat'], vocab_size=280, eos=None)
+    r = export_hf(make(), none, tmp_path/'none')
+    assert three(tmp_path/'none') == (None, None, None) and any('no end-of-text' in n for n in r['notes']) and import_hf(tmp_path/'none')[1].stop_ids == []
+    two = Tokenizer.train(['the cat sat'], vocab_size=280, special=['<|im_end|>'])
+    two.stop_ids = [two.eos_id, two.raw.token_to_id('<|im_end|>')]
+    export_hf(make(), two, tmp_path/'two')
+    assert three(tmp_path/'two') == ([0, 1], [0, 1], '<|endoftext|>') and import_hf(tmp_path/'two')[1].stop_ids == [0, 1]
+    for n in ('zero', 'none', 'two'):
+        export_hf(*import_hf(tmp_path/n), tmp_path/(n+'2'))
+        assert files(tmp_path/n) == files(tmp_path/(n+'2'))
+
+def test_both_sides_stop_at_the_same_token(tok, tmp_path):
+    from transformers import AutoModelForCausalLM
+    model = make()
+    free = generate(model, [[5, 6, 7]], 20)[0]
+    with torch.no_grad(): model.lm_head[:, 0] = model.lm_head[:, free[5]]*1.5
+    export_hf(model, tok, tmp_path/'m')
+    ours, t = import_hf(tmp_path/'m', 'composed')
+    out = generate(ours, [[5, 6, 7]], 50, eos_id=t.stop_ids)[0]
+    assert out[-1] == 0 and len(out) < 50
+    assert AutoModelForCausalLM.from_pretrained(tmp_path/'m', dtype=torch.float32).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=50, do_sample=False)[0, 3:].tolist() == out
+
+def test_files_that_disagree_are_pointed_out(d):
+    set_config(d, eos_token_id=7)
+    with pytest.warns(UserWarning, match='config.json .7., generation_config.json .0.'): _, t = import_hf(d)
+    assert set(t.stop_ids) == {0, 7}
+
+@pytest.mark.parametrize('eos', ['x', -1, 300, [0, 300], True, {'a': 1}, [[0]], 1.5])
+def test_ends_that_are_no_ids(d, eos):
+    set_config(d, eos_token_id=eos)
+    assert 'eos_token_id' in refused_unchanged(d, import_hf)
+
+# --- configs that are refused (C04, C05) ---
+
+@pytest.mark.parametrize('key, value', [
+    ('model_type', 'qwen2'), ('model_type', 'llama'), ('model_type', 'qwen3_moe'), ('model_type', 'gone'), ('model_type', None), ('architectures', ['Qwen3ForSequenceClassification']), ('architectures', 'Qwen3ForCausalLM'),
+    ('attention_bias', True), ('use_sliding_window', True), ('hidden_act', 'gelu'), ('quantization_config', {'bits': 4}), ('auto_map', {'AutoModel': 'x.py'}), ('partial_rotary_factor', .5),
+    ('rope_scaling', {'rope_type': 'yarn', 'factor': 4.}), ('rope_scaling', {'type': 'linear', 'factor': 2.}), ('rope_scaling', 'x'), ('rope_parameters', {'full_attention': {'rope_theta': 5e5}}), ('rope_parameters', {'rope_theta': 1e4}), ('rope_theta', 1e4),
+    ('layer_types', ['full_attention', 'sliding_attention']), ('layer_types', 'x'), ('tie_word_embeddings', True), ('tie_word_embeddings', 'yes'), ('num_hidden_layers', 3), ('num_hidden_layers', 1),
+    ('head_dim', 'gone'), ('head_dim', 16), ('head_dim', 17), ('num_key_value_heads', 3), ('num_key_value_heads', 4), ('num_key_value_heads', 'gone'), ('num_attention_heads', 12), ('hidden_size', 41), ('intermediate_size', 57), ('vocab_size', 301), ('vocab_size', 'gone'),
+    ('max_position_embeddings', 'gone'), ('rms_norm_eps', 'gone'), ('rms_norm_eps', 0), ('rms_norm_eps', -1e-6), ('rms_norm_eps', '1e-6'), ('rms_norm_eps', 1e308), ('rms_norm_eps', True), ('rope_theta', 0), ('rope_theta', -1.), ('rope_theta', 1e308), ('rope_theta', 'x'), ('rope_theta', [1e4])])
+def test_a_config_that_does_not_fit_is_refused_by_name(d, key, value):
+    set_config(d, **{key: value})
+    said = refused_unchanged(d)
+    assert key in said or {'num_key_value_heads': 'n_kv_heads', 'hidden_size': 'embed_tokens', 'vocab_size': 'embed_tokens', 'intermediate_size': 'gate_proj', 'num_attention_heads': 'q_proj', 'head_dim': 'head_dim'}.get(key, '?') in said or (key == 'num_key_value_heads' and 'k_proj' in said) or (key == 'head_dim' and 'q_proj' in said), said
+    assert 'config.json' in said
+
+@pytest.mark.parametrize('key', ['vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim', 'intermediate_size', 'max_position_embeddings'])
+@pytest.mark.parametrize('value', [0, -1, 2**31, 10**30, 1.0, 1e308, '40', None, True, [], {}, [40], 'a'*5000])
+def test_absurd_sizes_are_refused_by_name(key, value):
+    c = hf_config(GQA) | {key: value}
+    if key == 'head_dim' and value is None: assert from_hf_config(c).head_dim == 128
+    else: assert key in refusal(from_hf_config, c)
+
+@pytest.mark.parametrize('key', ['num_hidden_layers', 'vocab_size', 'hidden_size', 'head_dim', 'intermediate_size'])
+def test_a_huge_model_is_refused_before_memory_is_taken(d, key):
+    set_config(d, **{key: 2**31-2})
+    assert 'config.json' in refused_unchanged(d)
+
+def test_head_dim_missing_says_why(d):
+    set_config(d, head_dim='gone')
+    assert 'head_dim is missing, engines then take 128' in refused_unchanged(d)
+
+def test_a_missing_head_dim_of_128_is_right(tmp_path, tok):
+    model = make(replace(GQA, head_dim=128, n_heads=2, n_kv_heads=1))
+    export_hf(model, tok, tmp_path/'m')
+    set_config(tmp_path/'m', head_dim='gone')
+    assert import_model(tmp_path/'m').cfg == model.cfg
+
+def test_no_base_anywhere(d):
+    set_config(d, rope_theta='gone', rope_parameters='gone')
+    assert 'rope_theta' in refused_unchanged(d)
+
+@pytest.mark.parametrize('change', [dict(rope_theta='gone'), dict(rope_parameters='gone'), dict(rope_theta=500000), dict(rope_scaling={'rope_type': 'default'}), dict(rope_scaling={}), dict(torch_dtype='gone', dtype='bfloat16'), dict(layer_types=['full_attention']*2), dict(architectures='gone'),
+    dict(use_sliding_window=False, sliding_window=4096, max_window_layers=0), dict(attention_dropout=.1), dict(use_cache=False), dict(unsloth_version='2025'), dict(hidden_act='gone'), dict(tie_word_embeddings='gone'), dict(attention_bias='gone')])
+def test_harmless_differences_are_read(d, good, change):
+    set_config(d, **change)
+    m = import_model(d)
+    assert m.cfg == GQA and same(dict(m.params()), dict(import_model(good).params()))
+
+# --- tensors that are refused (C01, C03, C05) ---
+
+NORM, Q = 'model.norm.weight', 'model.layers.0.self_attn.q_proj.weight'
+
+@pytest.mark.parametrize('change, words', [
+    (lambda t: t.pop('model.layers.1.self_attn.k_norm.weight'), ['model.layers.1.self_attn.k_norm.weight', 'no tensor']),
+    (lambda t: t.pop('model.embed_tokens.weight'), ['no tensor model.embed_tokens.weight']),
+    (lambda t: t.pop('lm_head.weight'), ['tie_word_embeddings is false', 'lm_head.weight']),
+    (lambda t: t.update({'model.layers.0.self_attn.q_proj.bias': torch.zeros(108)}), ['model.layers.0.self_attn.q_proj.bias', 'attention_bias']),
+    (lambda t: t.update({'model.extra.weight': torch.zeros(3)}), ['model.extra.weight']),
+    (lambda t: t.update({'model.layers.0.mlp.experts.0.up_proj.weight': torch.zeros(3)}), ['experts.0']),
+    (lambda t: t.update({'model.layers.7.input_layernorm.weight': torch.zeros(40)}), ['num_hidden_layers is 2', '3 layers']),
+    (lambda t: t.update({Q: t[Q].t()}), [Q, '[40, 108]', '[108, 40]']),
+    (lambda t: t.update({NORM: torch.ones(40, 1)}), [NORM, '[40, 1]']),
+    (lambda t: t.update({NORM: torch.ones(40, dtype=torch.float64)}), [NORM, 'F64']),
+    (lambda t: t.update({NORM: torch.ones(40, dtype=torch.int8)}), [NORM, 'I8', 'quantised']),
+    (lambda t: t.update({NORM: torch.ones(40).to(torch.float8_e4m3fn)}), [NORM, 'F8_E4M3']),
+    (lambda t: t[NORM].__setitem__(3, math.nan), [NORM, 'NaN or infinity']),
+    (lambda t: t['model.embed_tokens.weight'][299].__setitem__(39, math.inf), ['model.embed_tokens.weight', 'NaN or infinity']),
+    (lambda t: [t.update({'_orig_mod.'+n: t.pop(n)}) for n in list(t)], ["'_orig_mod.'", 'random weights']),
+    (lambda t: [t.update({'module.'+n: t.pop(n)}) for n in list(t)], ["'module.'"]),
+    (lambda t: [t.update({'_orig_mod.module.'+n: t.pop(n)}) for n in list(t)], ["'_orig_mod.module.'"]),
+    (lambda t: [t.update({n.removeprefix('model.'): t.pop(n)}) for n in list(t)], ['layers']),
+    (lambda t: [t.pop(n) for n in list(t)] + [t.update(x=torch.zeros(1))], ['0 layers']),
+])
+def test_tensors_that_do_not_fit_are_refused_by_name(d, change, words):
+    set_tensors(d, change)
+    said = refused_unchanged(d)
+    assert all(w in said for w in words), said
+    assert 'model.safetensors' in said or 'config.json' in said
+
+def test_a_tied_head_that_is_stored_too(tok, tmp_path):
+    "Some published tied models repeat the embedding as lm_head"
+    model = make(CONFIGS['tied'])
+    export_hf(model, tok, tmp_path/'m')
+    before = (tmp_path/'m/model.safetensors').read_bytes()
+    set_tensors(tmp_path/'m', lambda t: t.update({'lm_head.weight': t['model.embed_tokens.weight'].clone()}))
+    back = import_model(tmp_path/'m')
+    assert same(dict(back.params()), rounded(model))
+    export_hf(back, tok, tmp_path/'n')
+    assert (tmp_path/'n/model.safetensors').read_bytes() == before
+    set_tensors(tmp_path/'m', lambda t: t['lm_head.weight'][5].__setitem__(7, 1.))
+    assert 'lm_head.weight differs' in refused_unchanged(tmp_path/'m')
+
+def test_a_tied_flag_on_an_untied_model(d):
+    set_config(d, tie_word_embeddings=True)
+    assert 'tie_word_embeddings is true, but lm_head.weight differs' in refused_unchanged(d)
+
+def test_padded_rows_survive(tmp_path, tok):
+    "C09"
+    model = make(replace(GQA, vocab_size=tok.vocab_size+20))
+    export_hf(model, tok, tmp_path/'m')
+    assert js(tmp_path/'m/config.json')['vocab_size'] == tok.vocab_size+20 == import_hf(tmp_path/'m')[0].cfg.vocab_size
+
+# --- containers (C03) ---
+
+def header(data): n, = struct.unpack('<Q', data[:8]); return json.loads(data[8:8+n]), data[8+n:]
+def pack(h, rest): t = h if isinstance(h, bytes) else json.dumps(h).encode(); return struct.pack('<Q', len(t)) + t + rest
+
+@pytest.mark.parametrize('damage, words', [
+    (lambda g: b'', ['0 bytes']), (lambda g: g[:7], ['7 bytes']), (lambda g: g[:8], ['8 bytes']), (lambda g: g[:500], ['500']), (lambda g: g[:-1000], [f'{2*GQA.num_params()-1000:,}'[:2]]),
+    (lambda g: g + b'0'*16, ['bytes']), (lambda g: b'\xff'*8 + g[8:], ['header']), (lambda g: struct.pack('<Q', 1 << 60) + g[8:], ['header']), (lambda g: g[:8] + b'{'*len(g[8:]), ['header']), (lambda g: b'\0'*8 + g[8:], []), (lambda g: pack(b'[]', g), []), (lambda g: pack(b'['*50_000, g), []),
+    (lambda g: b'version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 99\n', ['Git LFS pointer', 'git lfs pull']),
+    (lambda g: pickle.dumps({'a': 1}), ['pickle']), (lambda g: b'PK\x03\x04' + g, ['zip']), (lambda g: b'<!DOCTYPE html><html></html>', []), (lambda g: b'GGUF' + g, [])])
+def test_damaged_containers(d, good, damage, words):
+    g = (good/'model.safetensors').read_bytes()
+    (d/'model.safetensors').write_bytes(damage(g))
+    said = refused_unchanged(d)
+    assert 'model.safetensors' in said and all(w in said for w in words), said
+
+@pytest.mark.parametrize('change', [dict(shape=[20]), dict(shape=[80]), dict(shape=[-40]), dict(shape='x'), dict(shape=[1.5]), dict(shape=[2**63]), dict(data_offsets=[0, 80]), dict(data_offsets=[80, 0]), dict(data_offsets=['a', 'b']), dict(data_offsets=[0]), dict(data_offsets=None), dict(dtype='X'), dict(dtype=7), dict(dtype='F32')])
+def test_headers_that_contradict_themselves(d, good, change):
+    h, rest = header((good/'model.safetensors').read_bytes())
+    h[NORM].update(change)
+    (d/'model.safetensors').write_bytes(pack(h, rest))
+    assert 'model.safetensors' in refused_unchanged(d)
+
+def test_a_file_without_metadata_is_read(d, good):
+    h, rest = header((good/'model.safetensors').read_bytes())
+    del h['__metadata__']
+    (d/'model.safetensors').write_bytes(pack(h, rest))
+    assert same(dict(import_model(d).params()), dict(import_model(good).params()))
+
+# --- the index (C07) ---
+
+@pytest.fixture
+def sharded(tok, tmp_path):
+    export_hf(make(), tok, tmp_path/'m', max_shard_size='30KB')
+    return tmp_path/'m'
+
+def set_index(d, change):
+    f = d/'model.safetensors.index.json'
+    i = js(f)
+    change(i)
+    f.write_text(json.dumps(i))
+
+@pytest.mark.parametrize('name', ['../m/model-00001-of-00003.safetensors', '/etc/passwd', 'a/b.safetensors', '..', '', 'x\\y.safetensors', '.hidden.safetensors', 'model.bin', 'pytorch_model.bin', 'x\n.safetensors', 'n'*300+'.safetensors', '\0.safetensors'])
+def test_an_index_names_files_beside_it(sharded, name):
+    set_index(sharded, lambda i: i['weight_map'].update({NORM: name}))
+    assert 'a shard is a .safetensors file in the same directory' in refused_unchanged(sharded)
+
+@pytest.mark.parametrize('weight_map', [None, {}, [], 'x', {'a': 1}, {'a': None}])
+def test_an_index_without_a_map(sharded, weight_map):
+    set_index(sharded, lambda i: i.update(weight_map=weight_map))
+    assert 'weight_map' in refused_unchanged(sharded)
+
+def test_parts_that_are_missing_or_left_over(sharded, good):
+    shards = sorted(p.name for p in sharded.glob('*.safetensors'))
+    data = (sharded/shards[1]).read_bytes()
+    (sharded/shards[1]).unlink()
+    assert shards[1] in refused_unchanged(sharded) and 'missing' in refused_unchanged(sharded)
+    (sharded/shards[1]).write_bytes((sharded/shards[0]).read_bytes())
+    assert 'disagree' in refused_unchanged(sharded)
+    (sharded/shards[1]).write_bytes(data[:-1])
+    assert shards[1] in refused_unchanged(sharded)
+    (sharded/shards[1]).write_bytes(data)
+    import_model(sharded)
+    (sharded/'model-00009-of-00009.safetensors').write_bytes(data)
+    assert 'model-00009-of-00009.safetensors is not named' in refused_unchanged(sharded)
+    (sharded/'model-00009-of-00009.safetensors').unlink()
+    shutil.copy(good/'model.safetensors', sharded)
+    assert 'both model.safetensors and model.safetensors.index.json' in refused_unchanged(sharded)
+
+def test_index_and_file_disagree(sharded):
+    home = js(sharded/'model.safetensors.index.json')['weight_map'][NORM]
+    set_index(sharded, lambda i: i['weight_map'].pop(NORM))
+    assert NORM in refused_unchanged(sharded) and 'only in the file' in refused_unchanged(sharded)
+    set_index(sharded, lambda i: i['weight_map'].update({NORM: home, 'x': home}))
+    assert "'x' is only in the index" in refused_unchanged(sharded)
+
+# --- pickles (C11) ---
+
+class Boom:
+    def __reduce__(self): return (os.mkdir, (os.environ['XTRAIN_TEST_SENTINEL'],))
+
+@pytest.mark.parametrize('name', ['pytorch_model.bin', 'model.pt', 'model.pth', 'x.ckpt', 'x.pkl', 'model.safetensors', 'config.json', 'tokenizer.json'])
+def test_a_pickle_is_never_opened(d, name, monkeypatch, tmp_path):
+    monkeypatch.setenv('XTRAIN_TEST_SENTINEL', str(tmp_path/'EXECUTED'))
+    if name not in ('config.json', 'tokenizer.json'): (d/'model.safetensors').unlink()
+    (d/name).write_bytes(pickle.dumps(Boom(), protocol=2))
+    said = refused_unchanged(d, import_hf)
+    assert name in said and not (tmp_path/'EXECUTED').exists()
+    if name.startswith('pytorch'): assert 'only safetensors' in said
+    assert name in refusal(load_any, d/name) and not (tmp_path/'EXECUTED').exists()
+    pickle.loads((d/name).read_bytes()); assert (tmp_path/'EXECUTED').exists()   # the trap works
+
+# --- files that are no files, JSON that is no JSON ---
+
+@pytest.mark.parametrize('name', ['config.json', 'model.safetensors', 'tokenizer.json', 'generation_config.json'])
+def test_pipes_folders_and_broken_links_do_not_hang(d, name, tmp_path):
+    for kind in (os.mkfifo, os.mkdir, lambda p: os.symlink(tmp_path/'nowhere', p), lambda p: None):
+        (d/name).unlink() if not (d/name).is_dir() or (d/name).is_symlink() else (d/name).rmdir()
+        kind(d/name)
+        if name == 'generation_config.json' and not os.path.exists(d/name): import_hf(d)
+        else: assert name in refusal(import_hf, d)
+        if not os.path.lexists(d/name): (d/name).write_text('')
+
+@pytest.mark.parametrize('text, word', [(b'', 'not valid JSON'), (b'{', 'not valid JSON'), (b'[]', 'not a JSON object'), (b'null', 'not a JSON object'), (b'\xff\xfe{}', 'not valid JSON'), (b'{"a":1,"a":2}', 'twice'), (b'{"vocab_size": NaN}', 'NaN is not JSON'),
+    (b'{"vocab_size": -Infinity}', '-Infinity is not JSON'), (b'['*100_000, 'too deep'), (b'{"a":'*50_000, 'too deep'), (b'{"vocab_size": ' + b'9'*5000 + b'}', 'not valid JSON'), (b'version https://git-lfs.github.com/spec/v1\n', 'git lfs pull'), (b'\x80\x02}q\x00.', 'not valid JSON')])
+def test_json_that_is_none(d, text, word):
+    (d/'config.json').write_bytes(text)
+    said = refused_unchanged(d)
+    assert 'config.json' in said and word in said
+
+def test_a_byte_order_mark_is_read_over(d):
+    (d/'config.json').write_bytes(b'\xef\xbb\xbf' + (d/'config.json').read_bytes())
+    assert import_model(d).cfg == GQA
+
+# --- fuzz ---
+
+JUNK = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-2**70, 2**70), st.floats(), st.text(max_size=8), st.sampled_from([0, 1, 40, 18, 2**31, 'silu', 'BF16', 'F32', 'F64', 'I8', 'default', 'full_attention'])),
+    lambda c: st.one_of(st.lists(c, max_size=3), st.dictionaries(st.sampled_from(['rope_type', 'rope_theta', 'dtype', 'shape', 'data_offsets', 'factor', 'x']), c, max_size=3)), max_leaves=6)
+FUZZ = settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+def survives(d):
+    "Read, or refused in one line; never another error, never a file written"
+    before = sorted((p.name, p.stat().st_size) for p in d.iterdir())
+    try: import_model(d)
+    except UserError as e: assert '\n' not in str(e) and len(str(e)) < 1500
+    assert sorted((p.name, p.stat().st_size) for p in d.iterdir()) == before
+
+@FUZZ
+@given(data=st.data())
+def test_fuzz_config(good, tmp_path_factory, data):
+    d = tmp_path_factory.getbasetemp()/'fuzz_config'
+    if not d.exists(): shutil.copytree(good, d)
+    c = js(good/'config.json')
+    for key in data.draw(st.lists(st.sampled_from([*c, 'layer_types', 'quantization_config', 'dtype']), max_size=3)): c[key] = data.draw(JUNK)
+    (d/'config.json').write_text(json.dumps(c))
+    survives(d)
+
+@FUZZ
+@given(data=st.data())
+def test_fuzz_header(good, tmp_path_factory, data):
+    d = tmp_path_factory.getbasetemp()/'fuzz_header'
+    if not d.exists(): shutil.copytree(good, d)
+    h, rest = header((good/'model.safetensors').read_bytes())
+    for name in data.draw(st.lists(st.sampled_from(list(h)), min_size=1, max_size=3, unique=True)):
+        how = data.draw(st.sampled_from(['value', 'field', 'rename', 'drop']))
+        if how == 'value': h[name] = data.draw(JUNK)
+        elif how == 'drop': h.pop(name)
+        elif how == 'rename': h[data.draw(st.text(max_size=5))] = h.pop(name)
+        else: h[name][data.draw(st.sampled_from(['dtype', 'shape', 'data_offsets', 'x']))] = data.draw(JUNK)
+    (d/'model.safetensors').write_bytes(pack(h, rest))
+    survives(d)
+
+@FUZZ
+@given(at=st.integers(0, 2600), what=st.binary(max_size=12), cut=st.integers(0, 40), file=st.sampled_from(['config.json', 'model.safetensors']))
+def test_fuzz_bytes(good, tmp_path_factory, at, what, cut, file):
+    d = tmp_path_factory.getbasetemp()/'fuzz_bytes'
+    shutil.rmtree(d, ignore_errors=True); shutil.copytree(good, d)
+    b = (good/file).read_bytes()
+    (d/file).write_bytes(b[:at] + what + b[at+cut:])
+    survives(d)
+
+# --- runs and directories ---
+
+def test_a_run_or_a_directory(good, tok, tmp_path):
+    import_to_run(good, tmp_path/'run')
+    (a, t1), (b, t2) = load_any(good), load_any(tmp_path/'run')
+    assert a.cfg == b.cfg and same(dict(a.params()), dict(b.params())) and t1.stop_ids == t2.stop_ids == [0]
+    assert all(p.dtype == torch.float32 for p in b.params().values())
+    export_hf(b, t2, tmp_path/'out')
+    assert files(tmp_path/'out') == files(good)
+    assert 'exists already' in refusal(import_to_run, good, tmp_path/'run')
+    assert load_any(tmp_path/'run', dtype=torch.bfloat16, attention='composed')[0](torch.tensor([[1, 2]])).dtype == torch.bfloat16
+    assert 'holds' in refusal(export_hf, b, t2, tmp_path/'run', overwrite=True)   # a run is never replaced by an export
+
+def test_stop_ids_go_through_a_run(tok, tmp_path):
+    two = Tokenizer.train(['the cat sat'], vocab_size=280, special=['<|im_end|>'])
+    two.stop_ids = [0, 1]
+    export_hf(make(), two, tmp_path/'m')
+    import_to_run(tmp_path/'m', tmp_path/'run')
+    assert load_any(tmp_path/'run')[1].stop_ids == [0, 1]
+    export_hf(*load_any(tmp_path/'run'), tmp_path/'n')
+    assert files(tmp_path/'n') == files(tmp_path/'m')
+
+def test_a_refused_import_makes_no_run(d, tmp_path):
+    set_config(d, attention_bias=True)
+    assert 'attention_bias' in refusal(import_to_run, d, tmp_path/'run')
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['m']
+
+def test_neither_a_run_nor_a_directory(tmp_path, d):
+    assert 'does not exist' in refusal(load_any, tmp_path/'x') and 'does not exist' in refusal(import_model, tmp_path/'x')
+    (tmp_path/'file').write_text(''); assert 'is not a directory' in refusal(load_any, tmp_path/'file')
+    (tmp_path/'e').mkdir(); assert 'neither a run nor a Qwen3 directory' in refusal(load_any, tmp_path/'e') and 'config.json is missing' in refusal(import_model, tmp_path/'e')
+    (tmp_path/'e/model.gguf').write_text(''); assert 'model.gguf' in refusal(load_any, tmp_path/'e')
+    (d/'tokenizer.json').unlink(); assert 'tokenizer.json is missing' in refused_unchanged(d, import_hf) and import_model(d)
