@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['weight', 'Block', 'TinyTransformer']
 
-# %% ../nbs/10_model.ipynb #bebf902f
+# %% ../nbs/10_model.ipynb #7f8a2533
 import math
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
@@ -14,25 +14,27 @@ from .config import ModelConfig, UserError
 from .ops.rms_norm import rms_norm
 from .ops.rope import rope, rope_tables
 from .ops.swiglu import swiglu
-from .ops.attention import attention
+from .ops.attention import attention, attention_path
 from .ops.cross_entropy import linear_cross_entropy
 
-# %% ../nbs/10_model.ipynb #7d1edee0
+# %% ../nbs/10_model.ipynb #50581ff9
 def weight(
     shape:tuple[int,int], # `(in, out)`
-    std:float, # Standard deviation of the normal it is drawn from
+    std:float|None, # Standard deviation of the normal it is drawn from; None leaves whatever the memory holds, for weights that are about to be loaded
     generator:torch.Generator|None=None, # Where the numbers come from; None is torch's global generator
 )->nn.Parameter: # `[in, out]`, a view over `[out, in]` memory
     "A matrix used as `x @ W`; its memory layout gives the product the bits of `F.linear`"
     i, o = shape
-    return nn.Parameter(torch.empty(o, i).normal_(std=std, generator=generator).t())
+    return nn.Parameter(_normal((o, i), std, generator).t())
 
-# %% ../nbs/10_model.ipynb #79c34030
+def _normal(shape, std, generator): return torch.empty(shape) if std is None else torch.empty(shape).normal_(std=std, generator=generator)
+
+# %% ../nbs/10_model.ipynb #2e5c7e4b
 class Block(nn.Module):
     "One Qwen3 decoder block: attention with QK-norm, then SwiGLU, each behind a norm and added to the stream"
     def __init__(self,
         cfg:ModelConfig, # The architecture
-        std:float=0.02, # Of the initial weights; `wo` and `w_down` get `std/sqrt(2*n_layers)`
+        std:float|None=0.02, # Of the initial weights, `wo` and `w_down` get `std/sqrt(2*n_layers)`; None draws nothing
         generator:torch.Generator|None=None, # Of the initial weights
     ):
         super().__init__()
@@ -40,7 +42,7 @@ class Block(nn.Module):
         for name,shape in cfg.shapes().items():
             if not name.startswith(prefix): continue
             name = name.removeprefix(prefix)
-            s = std/math.sqrt(2*cfg.n_layers) if name in ('wo','w_down') else std
+            s = std/math.sqrt(2*cfg.n_layers) if std and name in ('wo','w_down') else std
             setattr(self, name, nn.Parameter(torch.ones(shape)) if len(shape) == 1 else weight(shape, s, generator))
 
     def forward(self,
@@ -73,7 +75,7 @@ class Block(nn.Module):
         dtype = x_BTE.dtype
         return swiglu(x_BTE @ self.w_gate.to(dtype), x_BTE @ self.w_up.to(dtype)) @ self.w_down.to(dtype)
 
-# %% ../nbs/10_model.ipynb #59160c7e
+# %% ../nbs/10_model.ipynb #fab2bc4e
 def _look(t:Tensor)->bool:
     "May the numbers in `t` be read now? Not on a device (it would wait), not while compiling (there are none yet)"
     return t.device.type == 'cpu' and not torch.compiler.is_compiling()
@@ -88,26 +90,27 @@ def _check_ids(ids, cfg:ModelConfig, start:int):
         lo, hi = (v.item() for v in ids.aminmax())
         if lo < 0 or hi >= cfg.vocab_size: raise UserError(f'ids must be in 0 … {cfg.vocab_size-1} (vocab_size={cfg.vocab_size}), got {lo if lo < 0 else hi}')
 
-def _check_pad(pad, B:int, columns:int):
+def _check_pad(pad, B:int, cfg:ModelConfig):
     if not isinstance(pad, Tensor) or pad.shape != (B,) or pad.dtype not in (torch.int64, torch.int32): raise UserError(f'pad must be an integer tensor of shape ({B},), one number of left pads for each row')
-    if _look(pad) and not bool(((pad >= 0) & (pad < columns)).all()): raise UserError(f'pad must be in 0 … {columns-1}, fewer than the {columns} columns, got {pad.tolist()}')
+    if _look(pad) and not bool(((pad >= 0) & (pad < cfg.max_seq_len)).all()): raise UserError(f'pad must be in 0 … {cfg.max_seq_len-1} (max_seq_len={cfg.max_seq_len}), got {pad.tolist()}')
 
-# %% ../nbs/10_model.ipynb #974258fd
+# %% ../nbs/10_model.ipynb #55702f7a
 class TinyTransformer(nn.Module):
     "Qwen3: embedding, `n_layers` blocks, final norm, head ([Qwen3 report](https://arxiv.org/abs/2505.09388))"
     def __init__(self,
         cfg:ModelConfig, # The architecture
         seed:int|None=None, # Seeds the initial weights; None draws from torch's global generator
-        attention:str='auto', # `composed`, `sdpa` or `auto`
+        attention:str='auto', # `composed`, `sdpa` or `auto` (`xtrain.ops.attention.PATHS`)
         dtype:torch.dtype=torch.float32, # Compute dtype of activations; weights stay as they are
-        std:float=0.02, # Standard deviation of the initial weights
+        std:float|None=0.02, # Standard deviation of the initial weights; None leaves the matrices unset, to be loaded
         recompute:bool=False, # Keep only the blocks' inputs for the backward pass, and run each block again there
     ):
         super().__init__()
-        if attention not in ('auto','composed','sdpa'): raise UserError(f'attention must be auto, composed or sdpa, got {attention!r}')
+        try: attention_path(attention)
+        except ValueError as e: raise UserError(str(e).replace('path', 'attention', 1)) from None
         self.cfg, self.attention, self.dtype, self.recompute = cfg, attention, dtype, recompute
         g = None if seed is None else torch.Generator().manual_seed(seed)
-        self.embed = nn.Parameter(torch.empty(cfg.vocab_size, cfg.dim).normal_(std=std, generator=g))
+        self.embed = nn.Parameter(_normal((cfg.vocab_size, cfg.dim), std, g))
         self.blocks = nn.ModuleList(Block(cfg, std, g) for _ in range(cfg.n_layers))
         self.final_norm = nn.Parameter(torch.ones(cfg.dim))
         if not cfg.tied: self.lm_head = weight((cfg.dim, cfg.vocab_size), std, g)
@@ -132,19 +135,20 @@ class TinyTransformer(nn.Module):
     @property
     def path(self)->str:
         "Which attention runs: `auto` resolved"
-        return 'sdpa' if self.attention == 'auto' else self.attention
+        return attention_path(self.attention)
 
     @property
     def path_reason(self)->str:
         "Why that one"
-        return 'asked for' if self.attention != 'auto' else 'auto: torch\'s fused kernel, the fastest here that supports every case'
+        return 'asked for' if self.attention != 'auto' else f'auto takes {self.path}: the fastest one that supports every case here'
 
     def rope_tables(self, start:int, T:int, device, pad:Tensor|None=None)->tuple[Tensor,Tensor]:
         "cos and sin of positions `start … start+T-1`, `(T, D)`; with `pad` less the padding of each row, `(B, 1, T, D)`"
         key, need = (torch.device(device), self.dtype), start+T
         if key not in self._rope or len(self._rope[key][0]) < need:
             n = min(max(256, 2*need), self.cfg.max_seq_len)
-            self._rope[key] = rope_tables(torch.arange(n, device=device), self.cfg.head_dim, self.cfg.rope_theta, self.dtype)
+            with torch.inference_mode(False): # What is kept must also serve training
+                self._rope[key] = rope_tables(torch.arange(n, device=device), self.cfg.head_dim, self.cfg.rope_theta, self.dtype)
         cos, sin = self._rope[key]
         if pad is None: return cos[start:need], sin[start:need]
         pos_BT = (torch.arange(start, need, device=device) - pad[:, None]).clamp_min(0)
@@ -156,10 +160,10 @@ class TinyTransformer(nn.Module):
         pad:Tensor|None=None, # Left padding of each row, `(B,)`; positions count from the first real token
     )->Tensor: # `(B, T, dim)`, after the final norm
         "All but the head; `UserError` for ids that are no ids of this model or too many"
-        B, T = ids_BT.shape if isinstance(ids_BT, Tensor) and ids_BT.ndim == 2 else (0, 0)
         start = 0 if cache is None else cache.length
         _check_ids(ids_BT, self.cfg, start)
-        if pad is not None: _check_pad(pad, B, start+T)
+        T = ids_BT.shape[1]
+        if pad is not None: _check_pad(pad, len(ids_BT), self.cfg)
         cos, sin = self.rope_tables(start, T, ids_BT.device, pad)
         x_BTE = F.embedding(ids_BT, self.embed).to(self.dtype)
         again = self.recompute and cache is None and torch.is_grad_enabled()
