@@ -104,7 +104,7 @@ def composed(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad): return Composed.apply(*args)
     return attention_forward(*args)[0]
 
-# %% ../../nbs/05_attention.ipynb #680a8d04
+# %% ../../nbs/05_attention.ipynb #2ecdcb56
 def sdpa(
     q:Tensor, # `(B, H, T, D)`
     k:Tensor, # `(B, Hkv, S, D)`
@@ -114,7 +114,7 @@ def sdpa(
 )->Tensor: # `(B, H, T, D)`
     "Torch's fused attention"
     T, S = q.shape[2], k.shape[2]
-    if S == 0: return composed(q, k, v, pad, scale)
+    if S == 0 or scale <= 0: return composed(q, k, v, pad, scale) # torch's CPU kernel hides with -inf before it scales: NaN or worse
     fused = lambda **how: F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **how)
     if pad is None and (T == S or T == 1): return fused(is_causal=T > 1)
     mask = causal_mask(T, S, pad, q.device)
