@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from .config import ModelConfig, UserError
 
-# %% ../nbs/23_recipe.ipynb #4cd44ad3
+# %% ../nbs/23_recipe.ipynb #e6bdd161
 @dataclass(frozen=True)
 class TrainConfig:
     "Everything `xtrain train` can be told; a bad value is a `UserError` that names its flag"
@@ -22,21 +22,21 @@ class TrainConfig:
     separator:str|None = None # Divides the documents of a .txt file
     text_key:str = 'text' # Key or column of the text in JSONL and Parquet
     tokenizer:str = 'train' # A tokenizer.json (or its directory), or `train`
-    vocab_size:int = 1024 # Ids of a tokenizer that is trained
-    dim:int = 128 # Width of the residual stream
+    vocab_size:int = 2048 # Ids of a tokenizer that is trained
+    dim:int = 96 # Width of the residual stream
     n_layers:int = 4 # Blocks
     n_heads:int = 8 # Query heads
     n_kv_heads:int = 2 # Key and value heads
     head_dim:int = 16 # Channels of a head
-    ffn_dim:int = 384 # Hidden width of SwiGLU
+    ffn_dim:int = 256 # Hidden width of SwiGLU
     rope_theta:float = 10_000. # RoPE base
     eps:float = 1e-6 # Of every RMSNorm
     tied:bool = False # Is the head the embedding?
-    seq_len:int = 128 # Tokens of a row
-    batch_size:int = 16 # Rows that run at once
+    seq_len:int = 256 # Tokens of a row
+    batch_size:int = 8 # Rows that run at once
     grad_accum:int = 1 # Such batches in one step
-    steps:int = 600 # Optimizer steps in all
-    lr:float = 5e-3 # Peak learning rate
+    steps:int = 2400 # Optimizer steps in all
+    lr:float = 8e-3 # Peak learning rate
     min_lr:float|None = None # Where it ends; a tenth of `lr` unless given
     warmup:int|None = None # Steps up to the peak; a tenth of the run, at most 200, unless given
     schedule:str = 'cosine' # `cosine`, `linear` or `constant`
@@ -50,11 +50,11 @@ class TrainConfig:
     dtype:str = 'auto' # Compute dtype: `float32`, `bfloat16`, `auto`
     attention:str = 'auto' # `auto`, `composed`, `sdpa`
     recompute:bool = False # Run blocks again in the backward pass, to save memory
-    eval_every:int = 100 # Steps between looks at held-out text; 0 looks only at the end
+    eval_every:int = 200 # Steps between looks at held-out text; 0 looks only at the end
     eval_tokens:int = 16_384 # Held-out tokens scored each time, always the same
-    sample_every:int = 200 # Steps between samples; 0 writes none
+    sample_every:int = 400 # Steps between samples; 0 writes none
     sample_prompt:str = '' # What a sample goes on from; empty is the start of a document
-    save_every:int = 200 # Steps between checkpoints; 0 saves only at the end
+    save_every:int = 400 # Steps between checkpoints; 0 saves only at the end
     keep:int = 3 # Checkpoints kept; 0 keeps all
     log_every:int|None = None # Steps between readings of the loss; 1 on a CPU, 10 on a GPU unless given
 
@@ -118,13 +118,14 @@ def lr_at(
     t = (step-W)/(N-W)
     return low + (peak-low)*((1+math.cos(math.pi*t))/2 if cfg.schedule == 'cosine' else 1-t)
 
-# %% ../nbs/23_recipe.ipynb #86f06601
+# %% ../nbs/23_recipe.ipynb #dabacc2b
 PRESETS = { # Name: a line about it, and its fields
-    'stories': ('built-in stories on two laptop cores: GQA with 8 query and 2 KV heads, a million parameters', {}),
+    'stories': ('built-in stories on two laptop cores: 4 layers of dim 96, 8 query and 2 KV heads, 0.7 million parameters',
+        dict(schedule='linear', min_lr=0., warmup=100, beta2=.99)),
     't9': ('the specification\'s T9: dim 32, 4 layers, 2 heads; give it GPT-2\'s tokenizer and TinyStories',
         dict(dim=32, n_layers=4, n_heads=2, n_kv_heads=2, head_dim=16, ffn_dim=64, eps=1e-5, steps=1200, seq_len=256, batch_size=8, lr=1e-2)),
     't15': ('the specification\'s T15, for a GPU: dim 256, 4 layers, 8 query and 2 KV heads; GPT-2\'s tokenizer and TinyStories',
-        dict(dim=256, n_layers=4, n_heads=8, n_kv_heads=2, head_dim=32, ffn_dim=1024, eps=1e-5, steps=600, seq_len=256, batch_size=64, lr=3e-3)),
+        dict(dim=256, n_layers=4, n_heads=8, n_kv_heads=2, head_dim=32, ffn_dim=1024, eps=1e-5, steps=600, seq_len=256, batch_size=16, lr=3e-3)),
 }
 
 # %% ../nbs/23_recipe.ipynb #4ae666b7
