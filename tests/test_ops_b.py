@@ -147,12 +147,15 @@ def test_linear_cross_entropy_is_the_plain_one(shape, D, V, dtype, layout, ignor
 
 
 @pytest.mark.parametrize('h_grad,w_grad', [(1, 1), (1, 0), (0, 1), (0, 0)])
-def test_only_wanted_gradients(h_grad, w_grad):
+def test_only_wanted_gradients(h_grad, w_grad, monkeypatch):
+    asked, op = [], ce.loss_and_grads
+    monkeypatch.setattr(ce, 'loss_and_grads', lambda *a: (asked.append(a[-2:]), op(*a))[1])
     h, w, t = torch.randn(9, 4).requires_grad_(bool(h_grad)), torch.randn(4, 11).requires_grad_(bool(w_grad)), torch.randint(11, (9,))
     loss = linear_cross_entropy(h, w, t)
     assert loss.requires_grad == bool(h_grad or w_grad)
     if loss.requires_grad: loss.backward()
     assert (h.grad is not None) == bool(h_grad) and (w.grad is not None) == bool(w_grad)
+    assert asked == [(bool(h_grad), bool(w_grad))]
     with torch.no_grad(): assert torch.equal(linear_cross_entropy(h, w, t), loss) and not linear_cross_entropy(h, w, t).requires_grad
 
 
@@ -436,3 +439,10 @@ def test_a_new_path_plugs_in(monkeypatch):
     monkeypatch.setitem(PATHS, 'mine', lambda q, k, v, pad, scale: q*0+7)
     assert attention_path('mine') == 'mine' and attention_path('auto') in PATHS
     assert (attention(*torch.randn(3, 1, 1, 2, 4), path='mine') == 7).all()
+
+
+def test_sdpa_is_never_shown_a_row_that_sees_nothing(monkeypatch):
+    shown, real = [], F.scaled_dot_product_attention   # some of its kernels answer NaN
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *a, **k: (shown.append(k['attn_mask']), real(*a, **k))[1])
+    for T, pad in ((6, torch.tensor([6, 2])), (8, None)): attention(torch.randn(2, 4, T, 8), *torch.randn(2, 2, 4, 6, 8), pad, 'sdpa')
+    assert len(shown) == 2 and all(m.any(-1).all() for m in shown)
