@@ -69,7 +69,7 @@ def safetensors_header(
     text += b' '*(-len(text) % 8)
     return struct.pack('<Q', len(text)) + text
 
-# %% ../nbs/31_export.ipynb #9408e54a
+# %% ../nbs/31_export.ipynb #e164ddc2
 def write_safetensors(
     path, # The file
     shapes:dict[str,tuple[int,...]], # Name and shape of each tensor
@@ -83,11 +83,15 @@ def write_safetensors(
             t = get(name)
             if t.shape != shapes[name]: raise ValueError(f'{name} has shape {tuple(t.shape)}, the config says {shapes[name]}')
             t = t.detach().to('cpu', dtype).contiguous()
-            if not t.isfinite().all(): raise UserError(f'{name} holds NaN or infinity (after rounding to {_name(dtype)}); this model cannot be exported')
+            if not _finite(t): raise UserError(f'{name} holds NaN or infinity (after rounding to {_name(dtype)}); this model cannot be exported')
             f.write(t.view(torch.uint8).numpy())
 
-# %% ../nbs/31_export.ipynb #f48fd832
+# %% ../nbs/31_export.ipynb #c46c8d5a
 def _name(dtype:torch.dtype)->str: return str(dtype).removeprefix('torch.')
+
+def _finite(t:Tensor)->bool:
+    "Asked in pieces, since `isfinite` makes several copies"
+    return all(p.isfinite().all() for p in t.flatten().split(1 << 22))
 
 # %% ../nbs/31_export.ipynb #6e811ffa
 def parse_size(
@@ -411,7 +415,7 @@ def import_model(
     _fill(model, found, where)
     return model
 
-# %% ../nbs/31_export.ipynb #f5b928ea
+# %% ../nbs/31_export.ipynb #0507c50a
 @torch.no_grad()
 def _fill(model, found, where):
     "Copy every tensor to its parameter, file by file"
@@ -422,7 +426,7 @@ def _fill(model, found, where):
             for o,t,tr in rows:
                 if found[t][0] != file: continue
                 w = f.get_tensor(t)
-                if not w.isfinite().all(): raise UserError(f'{file}: tensor {t} holds NaN or infinity')
+                if not _finite(w): raise UserError(f'{file}: tensor {t} holds NaN or infinity')
                 if t == 'lm_head.weight' and o == 'embed': _same(w, found, where)
                 else: params[o].copy_(w.t() if tr else w)
 
