@@ -274,7 +274,7 @@ def eval_batches(
         yield ids, targets
         if max_tokens and scored >= max_tokens: return
 
-# %% ../nbs/21_data.ipynb #9bcccd90
+# %% ../nbs/21_data.ipynb #6d32aadb
 class _Writer:
     "Appends ids to size-limited shards"
     def __init__(self, dir, split, dtype, limit):
@@ -303,7 +303,7 @@ def fingerprint(source, separator, text_key):
     s = str(source)
     if (st := _parse_stories(s)) is not None:
         from xtrain import stories
-        return dict(stories=st, grammar=hashlib.sha256((stories.GRAMMAR+stories.NAMES).encode()).hexdigest())
+        return dict(stories=st, grammar=hashlib.sha256(stories.GRAMMAR.encode()).hexdigest())
     if s.startswith('hf:'): return dict(hf=_parse_hf(s), text_key=text_key)
     out = []
     for p in find_files(source):
