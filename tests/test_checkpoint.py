@@ -37,15 +37,19 @@ def digest(d): return {str(p.relative_to(d)): hashlib.sha256(p.read_bytes()).hex
 # ---- files ---------------------------------------------------------------------------------------
 
 KILLED = '''
-    import os, sys, xtrain.files as F
+    import builtins, os, sys, xtrain.files as F
     at, target, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     calls = []
+    def maybe():
+        if len(calls) == at: os.kill(os.getpid(), 9)
+        calls.append(1)
     def counted(f):
         def g(*a, **k):
-            if len(calls) == at: os.kill(os.getpid(), 9)
-            calls.append(1)
-            return f(*a, **k)
+            maybe(); r = f(*a, **k)
+            if f is real_open: maybe() # An open for writing has emptied the file
+            return r
         return g
+    real_open = builtins.open; builtins.open = counted(real_open)
     for n in ('open', 'mkdir', 'fsync', 'rename', 'replace', 'unlink', 'rmdir'): setattr(os, n, counted(getattr(os, n)))
     F._exchange = counted((lambda a, b: False) if how == 'two renames' else F._exchange)
     if os.path.isdir(target):
