@@ -65,7 +65,7 @@ def cut_long(
         for _,(a,b) in split(m[0]): cuts += range(m.start()+a+limit, m.start()+b, limit)
     return [text[a:b] for a,b in zip(cuts, cuts[1:]+[len(text)])]
 
-# %% ../nbs/20_tokenizer.ipynb #7952a78f
+# %% ../nbs/20_tokenizer.ipynb #008225f3
 EOS_NAMES = ('<|endoftext|>', '<|im_end|>', '<|end_of_text|>', '<|eot_id|>', '</s>', '<eos>', '<end_of_turn>', '[EOS]', '[SEP]') # Tried in this order
 
 def said_eos(
@@ -74,14 +74,16 @@ def said_eos(
     "What the files beside a tokenizer.json say of the EOS"
     out = None
     for name,key in (('tokenizer_config.json','eos_token'), ('generation_config.json','eos_token_id'), ('config.json','eos_token_id')):
+        if not (dir/name).is_file(): continue
         try: d = json.loads((dir/name).read_text(encoding='utf-8'))
-        except FileNotFoundError: continue
-        except (OSError, ValueError) as e: raise UserError(f'{dir/name}: cannot read it as JSON: {e}') from None
+        except (OSError, ValueError, RecursionError) as e: raise UserError(f'{dir/name}: cannot read it as JSON: {e}') from None
         if not isinstance(d, dict): raise UserError(f'{dir/name}: not a JSON object')
         if isinstance(d.get('data'), dict) and 'eos_id' in d['data']: d[key] = d['data']['eos_id']      # a run's own config.json
         if key not in d: continue
         v = d[key].get('content') if isinstance(d[key], dict) else d[key]
-        out = (out or []) + (v if isinstance(v, list) else [] if v is None else [v])
+        v = v if isinstance(v, list) else [] if v is None else [v]
+        if bad := [x for x in v if type(x) not in (str, int)]: raise UserError(f'{dir/name}: {key} must be a name or an id, not {bad[0]!r}')
+        out = (out or []) + v
     return out
 
 # %% ../nbs/20_tokenizer.ipynb #f2ffe70c
@@ -118,7 +120,7 @@ def check_unicode(text:str):
 
 def one_line(e)->str: return ' '.join(str(e).split())
 
-# %% ../nbs/20_tokenizer.ipynb #46b9f6d0
+# %% ../nbs/20_tokenizer.ipynb #2fb2149c
 class Tokenizer:
     "Text to ids and back, by the rules of a tokenizer.json; see `Tokenizer.train` and `Tokenizer.load`"
     def __init__(self,
@@ -220,7 +222,7 @@ class Tokenizer:
         said = said_eos(path.parent)
         if said is None: tok.set_eos(next((n for n in EOS_NAMES if n in tok.vocab), None)); return tok
         ids = [tok.vocab.get(i) if isinstance(i, str) else i for i in said]
-        known = [i for i in ids if i is not None and tok.raw.id_to_token(i) is not None]
+        known = [i for i in ids if i is not None and 0 <= i < tok.vocab_size and tok.raw.id_to_token(i) is not None]
         if said and not known: raise UserError(f'{path}: the files beside it say that EOS is {said[0]!r}, which is not in the vocabulary; name the EOS yourself')
         tok.set_eos(known[0] if known else None, [i for i in ids if i is not None])
         return tok
@@ -228,7 +230,7 @@ class Tokenizer:
     def __len__(self)->int: return self.vocab_size
     def __repr__(self)->str: return f'Tokenizer({self.vocab_size} ids, EOS {self.eos_token!r} = {self.eos_id})'
 
-# %% ../nbs/20_tokenizer.ipynb #1c813065
+# %% ../nbs/20_tokenizer.ipynb #75904d10
 def _train_json(texts, vocab_size, eos, special, progress):
     special = list(dict.fromkeys(([] if eos is None else [eos]) + list(special)))
     split, warned = new_raw().pre_tokenizer.pre_tokenize_str, False
@@ -248,6 +250,7 @@ def _train_json(texts, vocab_size, eos, special, progress):
     return train_raw(parts(), vocab_size, special, progress)
 
 def _read_json(path):
+    if path.exists() and not path.is_file(): raise UserError(f'{path}: not a file; a tokenizer is read from a tokenizer.json')
     try: text = path.read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError): raise UserError(f'{path}: no such file; a tokenizer is read from a tokenizer.json') from None
     except UnicodeDecodeError: raise UserError(f'{path}: not a tokenizer.json: it is not UTF-8 text') from None
