@@ -1,0 +1,114 @@
+// What every kernel here shares: element types, 16-byte vectors, sums in a fixed order, launch checks.
+// Only torch's stable C++ ABI is used, so a file compiles in seconds and runs with torch >= 2.11.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+using torch::stable::Tensor;
+using torch::headeronly::ScalarType;
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define HD __host__ __device__ __forceinline__
+
+using bf16 = __nv_bfloat16;
+using half_t = __half;
+HD float to_float(float x) { return x; }
+HD float to_float(bf16 x) { return __bfloat162float(x); }
+HD float to_float(half_t x) { return __half2float(x); }
+template <class T> HD T from_float(float x);
+template <> HD float from_float<float>(float x) { return x; }
+template <> HD bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <> HD half_t from_float<half_t>(float x) { return __float2half_rn(x); }
+template <class T> HD float round_to(float x) { return to_float(from_float<T>(x)); }
+
+// N elements that move as one load or store; N * sizeof(T) is 16 on the fast path. Kept packed: half the registers of floats.
+template <class T, int N> struct alignas(sizeof(T) * N) Vec {
+    T v[N];
+    __device__ __forceinline__ float operator[](int i) const { return to_float(v[i]); }
+    __device__ __forceinline__ void set(int i, float x) { v[i] = from_float<T>(x); }
+    __device__ __forceinline__ static Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
+    __device__ __forceinline__ void store(T* p) const { *reinterpret_cast<Vec*>(p) = *this; }
+};
+
+// 16 bytes from global to shared memory without passing through registers; a thread waits for its own copies.
+__device__ __forceinline__ void copy_async(void* smem, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(smem)), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// Sum over `width` neighbouring lanes (a power of two up to 32), the same tree every time; all lanes get it.
+__device__ __forceinline__ float lane_sum(float x, int width) {
+    for (int o = width >> 1; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+    return x;
+}
+// Sums of two numbers over the block, all threads get them; `smem` holds 64 floats and is free again after the next barrier.
+__device__ __forceinline__ float2 block_sum(float2 x, float* smem) {
+    x = {lane_sum(x.x, 32), lane_sum(x.y, 32)};
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    if (lane == 0) { smem[threadIdx.x >> 5] = x.x; smem[32 + (threadIdx.x >> 5)] = x.y; }
+    __syncthreads();
+    return {lane_sum(lane < warps ? smem[lane] : 0.f, 32), lane_sum(lane < warps ? smem[32 + lane] : 0.f, 32)};
+}
+__device__ __forceinline__ float block_sum(float x, float* smem) { return block_sum(make_float2(x, 0.f), smem).x; }
+
+// dw[c] = sum over parts [parts, D], always in the same order: 32 rows of threads take every 32nd part, then one adds the 32.
+template <class W> __global__ void __launch_bounds__(1024) sum_parts(const float* __restrict__ part, W* __restrict__ dw, int parts, int64_t D) {
+    __shared__ double s[32][33];
+    const int64_t c = blockIdx.x * 32ll + threadIdx.x;
+    double a = 0;
+    if (c < D)
+#pragma unroll 8
+        for (int p = threadIdx.y; p < parts; p += 32) a += part[p * D + c];
+    s[threadIdx.y][threadIdx.x] = a;
+    __syncthreads();
+    if (threadIdx.y == 0 && c < D) {
+        double t = 0;
+        for (int k = 0; k < 32; k++) t += s[k][threadIdx.x];
+        dw[c] = from_float<W>((float)t);
+    }
+}
+
+inline cudaStream_t stream_of(const Tensor& x) {
+    void* s;
+    aoti_torch_get_current_cuda_stream(x.get_device_index(), &s);
+    return (cudaStream_t)s;
+}
+inline int sm_count() {
+    int dev, n;
+    cudaGetDevice(&dev);
+    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, dev);
+    return n;
+}
+inline void check_launch(const char* name) {
+    cudaError_t e = cudaGetLastError();
+    STD_TORCH_CHECK(e == cudaSuccess, name, ": ", cudaGetErrorString(e));
+}
+inline bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
+
+// Run the body with `T` the CUDA type of a tensor's elements.
+#define DISPATCH(type, name, ...)                                                                   \
+    switch (type) {                                                                                 \
+        case ScalarType::Float: { using T = float; __VA_ARGS__; break; }                            \
+        case ScalarType::BFloat16: { using T = bf16; __VA_ARGS__; break; }                          \
+        case ScalarType::Half: { using T = half_t; __VA_ARGS__; break; }                            \
+        default: STD_TORCH_CHECK(false, name, ": dtype must be float32, bfloat16 or float16");      \
+    }
+#else
+#define HD inline
+#endif
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int pow2_at_least(int64_t n) { int p = 1; while (p < n) p <<= 1; return p; }

@@ -1,0 +1,69 @@
+// repeat_kv: copy each KV head to its group of query heads, and the gradient: the sum over the group, in order, no atomics.
+// x is [B, Hkv, S, D] seen as [B*Hkv, S*D]; y is [B*Hkv*group, S*D]. Forward reads 1 and writes `group`; backward the reverse.
+#include "common.cuh"
+
+#ifdef __CUDACC__
+template <class T, int VEC> __global__ void fwd_kernel(const T* __restrict__ x, T* __restrict__ y, int64_t heads, int64_t block, int group) {
+    const int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * VEC;
+    if (i >= block) return;
+    for (int64_t head = blockIdx.y; head < heads; head += gridDim.y) {
+        const Vec<T, VEC> v = Vec<T, VEC>::load(x + head * block + i);
+        T* out = y + head * group * block + i;
+        for (int r = 0; r < group; r++) v.store(out + r * block);
+    }
+}
+template <class T, int VEC> __global__ void bwd_kernel(const T* __restrict__ g, T* __restrict__ dx, int64_t heads, int64_t block, int group) {
+    const int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * VEC;
+    if (i >= block) return;
+    for (int64_t head = blockIdx.y; head < heads; head += gridDim.y) {
+        const T* in = g + head * group * block + i;
+        float s[VEC] = {};
+#pragma unroll 4
+        for (int r = 0; r < group; r++) {
+            const Vec<T, VEC> v = Vec<T, VEC>::load(in + r * block);
+#pragma unroll
+            for (int k = 0; k < VEC; k++) s[k] += v[k];
+        }
+        Vec<T, VEC> out;
+#pragma unroll
+        for (int k = 0; k < VEC; k++) out.set(k, s[k]);
+        out.store(dx + head * block + i);
+    }
+}
+template <bool FWD> Tensor run(const Tensor& x, int64_t group, Tensor out, int64_t heads, int64_t block) {
+    if (!heads || !block) return out;
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    DISPATCH(x.scalar_type(), "repeat_kv", {
+        constexpr int VEC = 16 / sizeof(T);
+        const T* px = (const T*)x.const_data_ptr();
+        T* po = (T*)out.mutable_data_ptr();
+        const bool fast = block % VEC == 0 && aligned16(px);
+        const dim3 g(ceil_div(fast ? block / VEC : block, 256), heads < 65535 ? heads : 65535);
+        if (FWD && fast) fwd_kernel<T, VEC><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+        else if (FWD) fwd_kernel<T, 1><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+        else if (fast) bwd_kernel<T, VEC><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+        else bwd_kernel<T, 1><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+    });
+    check_launch("repeat_kv");
+    return out;
+}
+Tensor repeat_kv(const Tensor& x_, int64_t group) {
+    const Tensor x = torch::stable::contiguous(x_);
+    const int64_t B = x.size(0), H = x.size(1), S = x.size(2), D = x.size(3);
+    return run<true>(x, group, torch::stable::new_empty(x, {B, H * group, S, D}), B * H, S * D);
+}
+Tensor repeat_kv_backward(const Tensor& g_, int64_t group) {
+    const Tensor g = torch::stable::contiguous(g_);
+    const int64_t B = g.size(0), H = g.size(1) / group, S = g.size(2), D = g.size(3);
+    return run<false>(g, group, torch::stable::new_empty(g, {B, H, S, D}), B * H, S * D);
+}
+STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {
+    m.impl("repeat_kv", TORCH_BOX(&repeat_kv));
+    m.impl("repeat_kv_backward", TORCH_BOX(&repeat_kv_backward));
+}
+#endif
+
+STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
+    m.def("repeat_kv(Tensor x, int group) -> Tensor");
+    m.def("repeat_kv_backward(Tensor g, int group) -> Tensor");
+}
