@@ -41,7 +41,7 @@ def find_files(
     else: raise UserError(f'{source}: no such file or directory')
     return sorted(out, key=lambda p: p.as_posix())
 
-# %% ../nbs/21_data.ipynb #45f9e976
+# %% ../nbs/21_data.ipynb #1d6704a5
 CHUNK = 1<<20 # Bytes
 
 def _open(path): return gzip.open(path, 'rb') if path.name.lower().endswith('.gz') else open(path, 'rb')
@@ -60,7 +60,7 @@ def bad_utf8(
 
 def utf8_chunks(path:Path)->Iterator[str]:
     "The text of a file, in chunks"
-    dec, at, head = codecs.getincrementaldecoder('utf-8')(), 0, b''
+    dec, at, head, first = codecs.getincrementaldecoder('utf-8')(), 0, b'', True
     with _open(path) as f:
         while True:
             b = f.read(CHUNK)
@@ -68,8 +68,8 @@ def utf8_chunks(path:Path)->Iterator[str]:
             held = len(dec.getstate()[0])
             try: s = dec.decode(b, final=not b)
             except UnicodeDecodeError as e: raise bad_utf8(path, at-held+e.start, head, f'0x{e.object[e.start]:02x}, {e.reason}') from None
-            if not at: s = s.removeprefix('\ufeff')
             at += len(b)
+            if s and first: s, first = s.removeprefix('\ufeff'), False
             if s: yield s
             if not b: return
 

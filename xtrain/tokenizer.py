@@ -65,7 +65,7 @@ def cut_long(
         for _,(a,b) in split(m[0]): cuts += range(m.start()+a+limit, m.start()+b, limit)
     return [text[a:b] for a,b in zip(cuts, cuts[1:]+[len(text)])]
 
-# %% ../nbs/20_tokenizer.ipynb #008225f3
+# %% ../nbs/20_tokenizer.ipynb #44b31465
 EOS_NAMES = ('<|endoftext|>', '<|im_end|>', '<|end_of_text|>', '<|eot_id|>', '</s>', '<eos>', '<end_of_turn>', '[EOS]', '[SEP]') # Tried in this order
 
 def said_eos(
@@ -80,7 +80,7 @@ def said_eos(
         if not isinstance(d, dict): raise UserError(f'{dir/name}: not a JSON object')
         if isinstance(d.get('data'), dict) and 'eos_id' in d['data']: d[key] = d['data']['eos_id']      # a run's own config.json
         if key not in d: continue
-        v = d[key].get('content') if isinstance(d[key], dict) else d[key]
+        v = d[key].get('content', d[key]) if isinstance(d[key], dict) else d[key]
         v = v if isinstance(v, list) else [] if v is None else [v]
         if bad := [x for x in v if type(x) not in (str, int)]: raise UserError(f'{dir/name}: {key} must be a name or an id, not {bad[0]!r}')
         out = (out or []) + v

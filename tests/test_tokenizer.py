@@ -1,0 +1,283 @@
+"Tokenizer: exact round trips, control tokens as text, streaming, damaged files, enormous pieces, odd vocabularies."
+import json, os, random, subprocess, sys, time, warnings
+from pathlib import Path
+import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer as Raw, decoders as D, models, pre_tokenizers
+from xtrain.config import UserError
+from xtrain.stories import Stories
+from xtrain.tokenizer import QWEN2_SPLIT, Tokenizer, TokenStream, cut_long, new_raw, pre_name
+
+NASTY = ['', '\0', ' ', '  two before', 'two after  ', 'tab\tand\nlines\r\n', '\n\n\n\n', 'naïve vs nai\u0308ve', 'ß İ ı ǅ', '世界，你好', 'سلام', 'ทดสอบ', '😀👍🏽', '👨\u200d👩\u200d👧',
+         '🏳️\u200d🌈', '❤️', 'o\u0302\u0323', '\ufeffmark', '\u200bno width', '0123 4.5 6,789,000', "don't I'LL we'Re", '<|endoftext|>', '<|im_start|>user', '    if x:\n        return y\n',
+         'z'*300, '\ud7ff\ue000\uffff', ' \u00a0\u2003\u3000', '\U0010ffff', 'a\r\nb\rc', '\u2028\u2029\x85']
+
+@pytest.fixture(scope='module')
+def texts(): return [Stories(1).story(i).text for i in range(400)]
+
+@pytest.fixture(scope='module')
+def tok(texts): return Tokenizer.train(texts, 700)
+
+def gpt2_like(texts, **extra):
+    raw = Raw(models.BPE()); raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False); raw.decoder = D.ByteLevel()
+    from tokenizers.trainers import BpeTrainer
+    raw.train_from_iterator(texts, BpeTrainer(vocab_size=500, special_tokens=['<|endoftext|>'], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return json.loads(raw.to_str()) | extra
+
+def stream(tok, ids, **kw):
+    s = TokenStream(tok, **kw)
+    return [s.push(i) for i in ids] + [s.flush()]
+
+# Training
+
+def test_ids_and_order(texts, tok):
+    assert (tok.vocab_size, tok.eos_id, tok.eos_token, len(tok)) == (700, 0, '<|endoftext|>', 700)
+    assert Tokenizer.train(texts[::-1], 700).json == tok.json
+    assert Tokenizer.train([], 257).vocab_size == 257
+    assert Tokenizer.train(['ab']*3, 5000).vocab_size == 258                     # the text runs out of pairs
+
+def test_threads_do_not_matter(texts, tok):
+    code = 'import sys; from xtrain.tokenizer import Tokenizer; from xtrain.stories import Stories; print(Tokenizer.train((Stories(1).story(i).text for i in range(400)), 700).sha256)'
+    r = subprocess.run([sys.executable, '-c', code], env=os.environ | dict(RAYON_NUM_THREADS='3', TOKENIZERS_PARALLELISM='true', PYTHONHASHSEED='5'), capture_output=True, text=True, check=True)
+    assert r.stdout.strip() == tok.sha256
+
+def test_split_is_qwen2s_to_the_letter(tok):
+    transformers = pytest.importorskip('transformers')
+    from transformers.models.qwen2 import tokenization_qwen2 as q
+    assert QWEN2_SPLIT == q.PRETOKENIZE_REGEX and pre_name(tok) == 'qwen2'
+
+def test_agrees_with_transformers_qwen2(tok):
+    "The class that transformers 5 builds for Qwen2 gives the same ids from our merges (it composes accents first, so only composed text)"
+    transformers = pytest.importorskip('transformers')
+    m = json.loads(tok.json)['model']
+    hf = transformers.Qwen2Tokenizer(vocab=m['vocab'], merges=[tuple(x) for x in m['merges']])
+    import unicodedata
+    for s in NASTY:
+        if unicodedata.is_normalized('NFC', s) and '<|' not in s: assert hf.encode(s, add_special_tokens=False) == tok.encode(s), s
+
+@pytest.mark.parametrize('n', [0, 1, 255, 256, -5])
+def test_too_small_a_vocabulary(texts, n):
+    with pytest.raises(UserError, match=f'vocab_size {n} is too small.*257'): Tokenizer.train(texts, n)
+
+def test_control_tokens_are_declared_once_and_are_no_words(texts):
+    t = Tokenizer.train(texts, 400, special=['<|a|>', '<|a|>', '<|endoftext|>'])
+    assert t.encode('<|endoftext|><|a|>', special=True) == [0, 1] and t.special_ids == {0, 1}
+    for word in ('the', ' the', 'otter', '\n', '', 'é'):
+        with pytest.raises(UserError, match='could be a word|several pieces'): Tokenizer.train(texts, 400, special=[word])
+    with pytest.raises(UserError, match='could be a word'): Tokenizer.train(texts, 400, eos='the')
+    t = Tokenizer.train(texts, 400, eos=None)
+    assert t.eos_id is None and t.stop_ids == [] and t.decode(t.encode('Hi')) == 'Hi'
+
+# Round trips
+
+def test_round_trips(tok, texts):
+    other = Tokenizer(json.dumps(gpt2_like(texts)), '<|endoftext|>')
+    byte = Tokenizer.train([], 257)
+    for t in (tok, other, byte):
+        for s in NASTY:
+            assert t.decode(t.encode(s)) == s
+            assert t.raw.decode(t.encode(s), skip_special_tokens=False) == s
+        assert t.encode_batch(NASTY) == [t.encode(s) for s in NASTY]
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.characters(exclude_categories=['Cs'])))
+def test_any_text(s):
+    t = BYTES
+    assert t.decode(t.encode(s)) == s == ''.join(stream(t, t.encode(s)))
+BYTES = Tokenizer.train(['the cat sat on the mat, 世界 世界 世界 😀😀😀']*3, 280)
+
+def test_lone_surrogates_are_refused(tok):
+    for s in ('\ud83d', 'abc\udc80'):
+        with pytest.raises(UserError, match='lone surrogate'): tok.encode(s)
+        with pytest.raises(UserError, match='lone surrogate'): tok.encode(s, special=True)
+        with pytest.raises(UserError, match='lone surrogate'): Tokenizer.train([s], 300)
+
+# Special text in data
+
+def test_special_text_is_text(tok):
+    s = '<|endoftext|> is written<|endoftext|>'
+    ids = tok.encode(s)
+    assert 0 not in ids and tok.decode(ids) == s
+    assert tok.encode(s, special=True).count(0) == 2 and tok.raw.encode(s).ids.count(0) == 2
+    assert tok.decode([0, *tok.encode('x'), 0]) == '<|endoftext|>x<|endoftext|>'
+    assert tok.decode([0, *tok.encode('x'), 0], special=False) == 'x'
+
+def test_added_tokens_that_are_not_special_are_text_too(texts):
+    d = gpt2_like(texts)
+    n = max(d['model']['vocab'].values())+1
+    d['added_tokens'] += [dict(id=n, content='<think>', single_word=False, lstrip=False, rstrip=False, normalized=False, special=False)]
+    t = Tokenizer(json.dumps(d), '<|endoftext|>')
+    assert n in t.raw.encode('a<think>b').ids and n not in t.encode('a<think>b') and n in t.encode('a<think>b', special=True)
+    assert t.decode(t.encode('a<think>b')) == 'a<think>b' and t.vocab_size == n+1
+
+def test_bent_declarations_are_refused(texts):
+    d = gpt2_like(texts); a = d['added_tokens'][0]
+    with pytest.raises(UserError, match='two ids, 0 and 7'): Tokenizer(json.dumps(d | dict(added_tokens=[a, a | dict(id=7)])))
+    with pytest.raises(UserError, match='says id 9999'): Tokenizer(json.dumps(d | dict(added_tokens=[a, a | dict(id=9999, content='<|x|>')])))
+    assert Tokenizer(json.dumps(d | dict(added_tokens=[a, a]))).special_ids == {0}
+
+def test_truncation_padding_and_templates_in_the_file_do_nothing(texts):
+    raw = Raw.from_str(json.dumps(gpt2_like(texts)))
+    raw.enable_truncation(3); raw.enable_padding(length=20)
+    from tokenizers.processors import TemplateProcessing
+    raw.post_processor = TemplateProcessing(single='<|endoftext|> $A', special_tokens=[('<|endoftext|>', 0)])
+    t = Tokenizer(raw.to_str(), '<|endoftext|>')
+    for s in (texts[0], 'Hi'): assert t.decode(t.encode(s)) == s == t.decode(t.encode(s, special=True)) and 0 not in t.encode(s)
+
+def word_level(vocab, decoder=None):
+    raw = Raw(models.WordLevel({t:i for i,t in enumerate(vocab)}, unk_token=vocab[0]))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder: raw.decoder = decoder
+    return raw.to_str()
+
+def test_an_eos_that_text_can_form(tmp_path):
+    (tmp_path/'tokenizer.json').write_text(word_level(['<unk>', 'stop', 'go']))
+    with pytest.raises(UserError, match="'stop' is an ordinary word"): Tokenizer.load(tmp_path, eos='stop')
+    (tmp_path/'tokenizer_config.json').write_text('{"eos_token": "stop"}')
+    t = Tokenizer.load(tmp_path)                                                 # the files say so: it loads,
+    assert t.encode('go go') == [2, 2]
+    with pytest.raises(UserError, match="holds 'stop'"): t.encode('go stop')     # but never ends a document by itself
+
+# Unknown ids
+
+def test_ids_that_no_token_has(tok, texts):
+    for t in (tok, Tokenizer(word_level(['<unk>', 'a', 'b']))):
+        ids = t.encode('a')
+        assert t.decode([*ids, t.vocab_size, 10**9]) == t.decode(ids) == ''.join(stream(t, [*ids, t.vocab_size, 10**9]))
+        with pytest.raises(ValueError, match='-100'): t.decode([-100])
+        with pytest.raises(ValueError, match='-1'): TokenStream(t).push(-1)
+
+def test_holes_in_the_vocabulary(texts):
+    d = gpt2_like(texts)
+    d['model']['vocab']['ĠZebra'] = 600
+    t = Tokenizer(json.dumps(d), '<|endoftext|>')
+    assert t.vocab_size == 601 and t.decode([550, 600, 599]) == ' Zebra' == ''.join(stream(t, [550, 600, 599]))
+
+# Streaming
+
+def test_streams_never_split_a_character(tok, texts):
+    for t in (tok, Tokenizer.train([], 257)):
+        for s in NASTY:
+            ids = t.encode(s)
+            out = stream(t, ids)
+            assert ''.join(out) == s and ('\ufffd' not in ''.join(out) or '\ufffd' in s)
+            for n in range(len(ids)):
+                got = ''.join(stream(t, ids[:n]))
+                assert got == t.decode(ids[:n])
+                assert s.startswith(got.rstrip('\ufffd')) and len(got) - len(got.rstrip('\ufffd')) <= 1
+
+def test_broken_bytes_are_marked_as_the_library_marks_them(tok):
+    rng = random.Random(0)
+    for _ in range(400):
+        ids = [rng.randrange(tok.vocab_size) for _ in range(rng.randrange(1, 30))]
+        assert ''.join(stream(tok, ids)) == tok.decode(ids) == tok.raw.decode(ids, skip_special_tokens=False)
+
+def test_text_comes_as_soon_as_it_can(tok):
+    s = TokenStream(Tokenizer.train([], 257))
+    ids = s.tok.encode('a你b')
+    assert [s.push(i) for i in ids] == ['a', '', '', '你', 'b']
+
+def test_a_stream_is_linear(tok):
+    ids = tok.encode(' '.join(Stories(0).story(i).text for i in range(40)))*10
+    t = time.process_time(); out = ''.join(stream(tok, ids)); t = time.process_time()-t
+    assert out == tok.decode(ids) and t < 1e-4*len(ids)
+
+OTHERS = {
+    'sentencepiece': (['<unk>', '▁a', '▁bc', 'd', '▁', '\ufffd', *[f'<0x{b:02X}>' for b in '你😀'.encode()]], D.Sequence([D.Replace('▁', ' '), D.ByteFallback(), D.Fuse(), D.Strip(' ', 1, 0)])),
+    'metaspace': (['<unk>', '▁a', '▁bc', 'd', '▁'], D.Metaspace()),
+    'wordpiece': (['[UNK]', 'a', 'bc', '##d', '.', "'", '##s'], D.WordPiece()),
+    'suffix': (['<unk>', 'a</w>', 'bc', 'd</w>'], D.BPEDecoder()),
+    'none': (['<unk>', 'a', 'bc'], None),
+}
+@pytest.mark.parametrize('kind', OTHERS)
+def test_streams_of_other_kinds(kind):
+    vocab, dec = OTHERS[kind]
+    t, rng = Tokenizer(word_level(vocab, dec)), random.Random(1)
+    for n in [1, 2, 3, 10, 63, 64, 65, 66, 200]*8:
+        ids = [rng.randrange(t.vocab_size+1) for _ in range(n)]
+        assert ''.join(stream(t, ids)) == t.decode(ids)
+        if kind != 'sentencepiece': assert t.decode(ids) == t.raw.decode([i for i in ids if i < t.vocab_size], skip_special_tokens=False)
+    if kind == 'sentencepiece':
+        assert stream(t, [1, 6, 7, 8, 3]) == ['a', '', '', '你', 'd', ''] and t.decode([1, 6, 7]) == 'a\ufffd' == ''.join(stream(t, [1, 6, 7]))
+
+# Loading
+
+def test_what_is_saved_is_loaded(tok, tmp_path):
+    tok.save(tmp_path); tok.save(tmp_path/'copy.json')
+    a, b = Tokenizer.load(tmp_path), Tokenizer.load(tmp_path/'copy.json')
+    assert a.json == b.json == tok.json == (tmp_path/'tokenizer.json').read_bytes().decode() and a.sha256 == tok.sha256 and a.eos_id == 0
+    one = json.dumps(json.loads(tok.json))                                       # another lay-out is kept as it is
+    (tmp_path/'tokenizer.json').write_text(one)
+    Tokenizer.load(tmp_path).save(tmp_path/'again.json')
+    assert (tmp_path/'again.json').read_text() == one
+
+@pytest.mark.parametrize('data,why', [(b'', 'empty'), (b'  \n', 'empty'), (b'{"a": 1', 'line 1'), (b'[1]', 'no "model"'), (b'{"model": 3}', 'no "model"'), (b'{"model": {"type": "Odd"}}', 'not a usable'),
+                                      (b'\x80\x04\x95', 'not UTF-8'), (b'version https://git-lfs.github.com/spec/v1\n', 'line 1'), (b'['*100_000, 'recursion|nested|no "model"'),
+                                      (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', 'empty')])
+def test_damaged_files_say_so_in_a_line(tmp_path, data, why):
+    f = tmp_path/'tokenizer.json'
+    f.write_bytes(data)
+    with pytest.raises(UserError, match=f'(?s){f}.*({why})') as e: Tokenizer.load(f)
+    assert '\n' not in str(e.value)
+
+def test_places_that_hold_no_tokenizer(tmp_path):
+    for p in (tmp_path, tmp_path/'no', tmp_path/'no'/'tokenizer.json'):
+        with pytest.raises(UserError, match='tokenizer.json'): Tokenizer.load(p)
+    os.mkfifo(tmp_path/'tokenizer.json')
+    with pytest.raises(UserError, match='not a file'): Tokenizer.load(tmp_path)
+
+def put(dir, tok, **files):
+    tok.save(dir/'tokenizer.json')
+    for n in ('tokenizer_config', 'generation_config', 'config'): (dir/f'{n}.json').unlink(missing_ok=True)
+    for n,c in files.items(): (dir/f'{n}.json').write_text(json.dumps(c))
+    return Tokenizer.load(dir)
+
+def test_where_the_eos_is_said(tmp_path, texts):
+    t = Tokenizer.train(texts, 400, eos='<|x|>', special=['<|im_end|>', '<|endoftext|>'])        # ids 0, 1, 2
+    eos = lambda **f: (lambda r: (r.eos_id, r.stop_ids))(put(tmp_path, t, **f))
+    assert eos() == (2, [2])                                                                  # a well-known name
+    assert eos(tokenizer_config={'eos_token': '<|x|>'}) == (0, [0])                           # id 0 is an id
+    assert eos(tokenizer_config={'eos_token': {'content': '<|im_end|>'}}, generation_config={'eos_token_id': [1, 0]}) == (1, [1, 0])
+    assert eos(config={'eos_token_id': 0}) == (0, [0])
+    assert eos(generation_config={'eos_token_id': [2, 0]}, config={'eos_token_id': 2}) == (2, [2, 0])
+    assert eos(tokenizer_config={'eos_token': None}, config={'eos_token_id': None}) == (None, [])     # none is an answer
+    assert eos(tokenizer_config={}, config={'model': {}, 'data': {'eos_id': 0}}) == (0, [0])  # a run's own config
+    assert eos(config={'model': {}, 'data': {'eos_id': None}}) == (None, [])
+    assert Tokenizer.load(tmp_path, eos='<|im_end|>').eos_id == 1 and Tokenizer.load(tmp_path, eos=0).eos_id == 0
+    with pytest.raises(UserError, match='not in the vocabulary'): Tokenizer.load(tmp_path, eos='</s>')
+    with pytest.raises(UserError, match='not in the vocabulary'): Tokenizer.load(tmp_path, eos=400)
+    with pytest.raises(UserError, match="'</s>', which is not"): put(tmp_path, t, tokenizer_config={'eos_token': '</s>'})
+    for odd in ({'a': 1}, [[0]], 1.5, True):
+        with pytest.raises(UserError, match='config.json: eos_token_id'): put(tmp_path, t, config={'eos_token_id': odd})
+    t.save(tmp_path/'tokenizer.json'); (tmp_path/'config.json').write_text('{')
+    with pytest.raises(UserError, match='config.json: cannot read'): Tokenizer.load(tmp_path)
+
+def test_names_for_other_engines(texts, tok):
+    assert pre_name(Tokenizer(json.dumps(gpt2_like(texts)))) == 'gpt-2'
+    d = json.loads(tok.json)
+    assert pre_name(Tokenizer(json.dumps(d | dict(normalizer={'type': 'NFC'})))) is None
+    d['pre_tokenizer']['pretokenizers'][0]['pattern']['Regex'] += 'x'
+    assert pre_name(Tokenizer(json.dumps(d))) is None
+    assert pre_name(Tokenizer(word_level(['<unk>', 'a']))) is None
+
+# Enormous pieces
+
+@pytest.mark.parametrize('what', ['letters', 'same', 'blanks', 'lines', 'signs', 'cjk'])
+def test_a_megabyte_without_a_break(what):
+    rng = random.Random(0)
+    n = 1<<20
+    s = dict(letters=''.join(rng.choices('abcdefghijklmnopqrstuvwxyz', k=n)), same='a'*n, blanks=' '*n, lines='\n'*n, signs='='*n, cjk=''.join(rng.choices('世界你好天地人', k=n//8)))[what]
+    t = time.process_time()
+    with pytest.warns(UserWarning, match='cut every 1024'): tok = Tokenizer.train([s], 300)
+    ids = tok.encode(s)
+    assert time.process_time()-t < 60                                             # seconds in truth; a slow machine may take more
+    assert tok.decode(ids) == s and len(ids) < len(s.encode())
+
+def test_cuts_are_rare_and_exact():
+    split = new_raw().pre_tokenizer.pre_tokenize_str
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        Tokenizer.train(['word '*5000, '世界，你好。'*2000, 'a1'*4000], 300)         # long runs, short pieces
+    for s in ('x'*5000, 'a '+'b'*2500+' c', ' '*3000+'x', '-'*2049):
+        cut = cut_long(s, split)
+        assert ''.join(cut) == s and len(cut) > 1 and max(len(p) for c in cut for p,_ in split(c)) <= 1025
