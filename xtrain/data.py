@@ -73,7 +73,7 @@ def utf8_chunks(path:Path)->Iterator[str]:
             if s: yield s
             if not b: return
 
-# %% ../nbs/21_data.ipynb #e2dee017
+# %% ../nbs/21_data.ipynb #8fa1a439
 _SAFE = re.compile(r'(?<=[^\W_])(?= )')
 
 def text_pieces(
@@ -94,7 +94,7 @@ def text_pieces(
             buf = buf[a:]
         if len(buf) > 2*CHUNK and not (sep and separator in buf[-keep:]):
             cut = max((m.start() for m in _SAFE.finditer(buf, CHUNK, len(buf)-keep)), default=len(buf)-keep if len(buf) > 8*CHUNK else 0)
-            if cut: yield buf[:cut], False; buf = buf[cut:]
+            if cut > 0: yield buf[:cut], False; buf = buf[cut:]
     *docs, last = sep.split(buf) if sep else [buf]
     for d in docs: yield d, True
     yield last, True
