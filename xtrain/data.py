@@ -393,7 +393,7 @@ def hold_out_tail(
     if n: val.add(train.pop(n))
     return train, val, 'tail' if n else 'nothing'
 
-# %% ../nbs/21_data.ipynb #763cf79f
+# %% ../nbs/21_data.ipynb #640a20b0
 class TokenData:
     "The tokens of a split, one long sequence over all its files; or an array of ids in memory"
     def __init__(self,
@@ -432,7 +432,7 @@ class TokenData:
         d = self.info.get('documents', 0) if self.info.get('eos') else 0
         made = f' ({len(self)-d} of text and {d} end-of-document)' if 0 < d < len(self) else ''
         what = 'held-out text' if self.split == 'val' else 'training text'
-        return UserError(f'the {what} has {len(self)} tokens{made}, but one window of seq_len {seq_len} needs {seq_len+1}; give more text or --seq-len {max(len(self)-1, 1)} or less')
+        return UserError(f'the {what} has {len(self)} tokens{made}, but one window of seq_len {seq_len} needs {seq_len+1}; give more text' + (f' or --seq-len {len(self)-1} or less' if len(self) > 2 else ''))
 
 # %% ../nbs/21_data.ipynb #416f17e5
 def permute(
