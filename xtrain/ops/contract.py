@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# %% ../../nbs/01_contract.ipynb #d44d8489
+# %% ../../nbs/01_contract.ipynb #e54a728e
 def acc(
     x:Tensor, # Any floating-point tensor
 )->Tensor: # `x` in float32, or in float64 if that is what it was; `x` itself if nothing changes
     "The dtype that statistics and reductions accumulate in"
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype.itemsize < 4 else x
 
 # %% ../../nbs/01_contract.ipynb #d21b4fe7
 class Traffic(TorchDispatchMode):
