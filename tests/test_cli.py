@@ -72,6 +72,11 @@ def test_generate(home):
     one_line(full, '200', '64') # beyond the context: both numbers
     d = json.loads(call('generate', home/'hf', '--prompt', 'One', '--json', '--temperature', 2).stdout) # without a wish: what fits
     assert len(d['prompt_ids'])+len(d['ids']) == 64 or d['stop'] == 'eos'
+    for seed in range(100): # until a text ends by itself: the EOS is an id, and no text
+        wild = ['generate', home/'run', '--prompt', 'One', '--temperature', 5, '--seed', seed]
+        d = json.loads(call(*wild, '--json').stdout)
+        if d['stop'] == 'eos': break
+    assert d['ids'][-1] == 0 and 0 not in d['ids'][:-1] and call(*wild).stdout == 'One' + d['text'] + '\n' and '<|' not in d['text'][-3:]
     none = call('generate', home/'run', '--prompt', 'One', '--max-tokens', 0)
     assert (none.exit_code, none.stdout) == (0, 'One\n')
     empty = json.loads(call('generate', home/'run', '--prompt', '', '--max-tokens', 3, '--json').stdout)
@@ -173,7 +178,7 @@ def test_wrong_usage(args, parts, tmp_path, monkeypatch):
     (['train', '--data', 'nowhere.txt', '--out', 'out'], ['nowhere.txt']),
     (['train', '--data', 'empty', '--out', 'out'], ['empty']),
     (['train', '--data', 'none*.txt', '--out', 'out'], ['none*.txt']),
-    (['train', '--data', 'zero.txt', '--out', 'out'], ['0 tokens', '--seq-len']),
+    (['train', '--data', 'zero.txt', '--out', 'out'], ['0 tokens']),
     (['train', '--data', 'bad.txt', '--out', 'out'], ['bad.txt', 'byte 6']),
     (['train', '--data', 'bad.jsonl', '--out', 'out'], ['bad.jsonl:2']),
     (['train', '--data', 'short.txt', '--vocab-size', '257', '--seq-len', '64', '--out', 'out'], ['65']),

@@ -69,7 +69,8 @@ def test_planted_mistakes_are_seen_by_numbers_alone(models, tok, tmp_path, name,
     assert V.plant(d, tmp_path/'bad', planted)
     r = run(tok, m, tmp_path/'bad', checks=()) # no look at config.json, names or bytes
     f32, bf16 = r.engines
-    assert not r.ok and f32.verdict == 'structural' and f32.bit_equal is False
+    assert not r.ok and f32.verdict == 'structural' and f32.bit_equal is False and bf16.bit_equal is False
+    assert 'bit for bit' in f32.notes[0] and 'bit for bit' in bf16.notes[0]
     assert f32.logprob > 10*f32.logprob_bound and f32.kl > 10*f32.kl_bound
     if planted == 'wrong eps': assert bf16.verdict != 'structural' # smaller than bfloat16's own rounding
     else: assert bf16.verdict == 'structural' and bf16.kl > bf16.kl_bound
@@ -115,6 +116,9 @@ def test_all_files_name_the_same_eos(models, tok, tmp_path, file, key):
     for v in (None, 5 if key.endswith('id') else 'a'):
         (tmp_path/file).write_text(json.dumps(c | {key: v}))
         assert [f for f in V.config_faults(m.cfg, tok, tmp_path) if file in f and key in f]
+    if file == 'tokenizer_config.json': return
+    r = run(tok, m, tmp_path, engines=['transformers-f32'], max_tokens=2)
+    assert r.engines[0].verdict == 'identical' and r.verdict == 'structural' # a field is enough
 
 def test_tensor_headers(models, tok, tmp_path):
     m, d = models['square']
@@ -167,6 +171,9 @@ def test_eos(tok, tmp_path):
     r = run(tok, m, tmp_path/'hf', prompts=PROMPTS, max_tokens=20)
     ended = [c.tokens for c in r.cases if 0 in c.tokens]
     assert r.ok and ended and all(t.index(0) == len(t)-1 for t in ended)
+    c, ref = next(c for c in r.cases if 0 in c.tokens), V.Reference(m, tok)
+    assert V.first_fork(ref, 0, c, c.tokens + [5, 5]) is None # what comes after the EOS is nobody's business
+    assert V.first_fork(ref, 0, c, c.tokens[:-1]).got is None # but it has to come
 
 
 def test_ulp():
@@ -222,11 +229,25 @@ def test_an_engine_of_ones_own(models, tok, plug):
     assert near == [c.margin[0] <= c.bound[0] for c in r.cases] and r.verdict == ('near-tie' if all(near) else 'structural')
     assert run(tok, m, d, engines=plug(Fake(second))).verdict == 'structural' # float32: no fork is excused
 
+    on = run(tok, m, d, engines=plug(Fake(lambda ids, n: ref.tokens(ids, n) + [tok.eos_id, 5, 5])))
+    assert on.verdict == 'structural' and on.engines[0].forks[0].want is None # went on where the reference was cut off
     short = run(tok, m, d, engines=plug(Fake(lambda ids, n: ref.tokens(ids, n)[:3], exact=False)))
     assert short.verdict == 'structural' and short.engines[0].forks[0].got is None
     assert json.loads(json.dumps(short.to_dict(), allow_nan=False))['engines'][0]['forks'][0]['gap'] is None
     beyond = run(tok, m, d, engines=plug(Fake(lambda ids, n: [10**6]*n, exact=False)))
     assert beyond.verdict == 'structural'
+
+def test_a_near_tie_excuses_bfloat16_only(models, tok, plug):
+    m, d = models['square']
+    ref = V.Reference(m, tok)
+    cases = {p: ref.case(tok.encode(p), 32, p) for p in PROMPTS}
+    p, s = next((p, s) for p,c in cases.items() for s,(gap,bound) in enumerate(zip(c.margin, c.bound)) if gap < .9*bound)
+    c = cases[p]
+    def flip(ids, n): return c.tokens[:s] + [ref.logits(c.ids+c.tokens[:s])[-1].topk(2).indices[1].item()] + [1]*(n-s-1)
+    for exact,verdict in ((False, 'near-tie'), (True, 'structural')):
+        r = run(tok, m, d, prompts=[p], max_tokens=32, engines=plug(Fake(flip, exact=exact)))
+        f, = r.engines[0].forks
+        assert (r.verdict, f.step, f.near_tie) == (verdict, s, True) and abs(f.gap-c.margin[s]) < 1e-3
 
 def test_an_engine_that_falls_over(models, tok, plug):
     m, d = models['square']

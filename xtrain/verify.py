@@ -115,12 +115,13 @@ def tensor_faults(
         [f'{n} is {d}, torch_dtype says {dtype}' for n,(_,d) in got.items() if d != dtype] +
         [f'{n} has shape {got[n][0]}, the run has {s}' for n,s in want.items() if n in got and got[n][0] != s])
 
-# %% ../nbs/33_closed_loop.ipynb #c38c80e0
+# %% ../nbs/33_closed_loop.ipynb #e89fb60c
 class Engine:
     "What `verify` asks of an independent implementation; subclass it, then add it to `ENGINES`"
     name:str = '' # Shown in the table, given on the command line
     exact:bool = True # Computes in float32: its tokens must be identical
     tol:float = 5e-3 # Largest allowed difference of a log-probability, float32 engines
+    same_bits:bool = False # Does it round where xtrain's composed path rounds? Then other bits deserve a note
     def available(self)->str: "Empty, or why it cannot run here and what to do"; return ''
     def load(self, dir): "Load an export directory; a `UserError` if it does not fit"; raise NotImplementedError
     def tokens(self, ids:list[int], max_tokens:int)->list[int]: "Greedy continuation, one prompt at a time"; raise NotImplementedError
@@ -149,9 +150,10 @@ def _quiet():
             log.set_verbosity(level)
             if bars: log.enable_progress_bar()
 
-# %% ../nbs/33_closed_loop.ipynb #edef5b86
+# %% ../nbs/33_closed_loop.ipynb #4d253e14
 class Transformers(Engine):
     "transformers' own Qwen3 with eager attention, on the CPU, nothing from the network"
+    same_bits = True
     def __init__(self, name, dtype): self.name, self.dtype, self.exact, self.tol = name, dtype, dtype == torch.float32, 1e-4
     def version(self): return _version('transformers')
     def available(self):
@@ -252,7 +254,7 @@ def first_fork(
     f, b = (ref.logits(case.ids+case.tokens[:s], t)[-1] for t in (torch.float32, torch.bfloat16))
     return Fork(n, s, want, other, (f[want]-f[other]).item(), near_tie_bound(f, b))
 
-# %% ../nbs/33_closed_loop.ipynb #b157be4a
+# %% ../nbs/33_closed_loop.ipynb #274366be
 @dataclass
 class Outcome:
     "What one engine did"
@@ -261,6 +263,7 @@ class Outcome:
     exact:bool=True # A float32 engine?
     verdict:str='' # identical, near-tie, structural, or not run
     reasons:list[str]=field(default_factory=list) # Why it is structural or not run
+    notes:list[str]=field(default_factory=list) # What is worth knowing and no reason
     tokens:list[list[int]]=field(default_factory=list) # Its continuation of each prompt
     forks:list[Fork]=field(default_factory=list)
     logprob:float|None=None # Largest difference of a first-step log-probability
@@ -272,7 +275,7 @@ class Outcome:
     top:list[float]=field(default_factory=list) # Its logits for the first prompt's `top`
     seconds:float=0.
 
-# %% ../nbs/33_closed_loop.ipynb #56384a69
+# %% ../nbs/33_closed_loop.ipynb #c2f720ad
 def judge(
     engine:Engine, # Loaded
     ref:Reference, # The yardstick
@@ -299,6 +302,7 @@ def judge(
         if engine.exact or not f.near_tie: o.reasons.append(f'prompt {f.prompt+1} forks at token {f.step+1}: gap {f.gap:.3g}' + ('' if engine.exact else f', allowed {f.bound:.3g}'))
     if o.errors:
         o.bit_equal = all(equal)
+        if engine.same_bits and not o.bit_equal: o.notes.append("its logits are not xtrain's bit for bit; on a CPU they are when both compute the same")
         o.logprob, o.logprob_bound = max(first_step, key=lambda eb: eb[0]/eb[1] if math.isfinite(eb[0]) else math.inf)
         if not o.logprob <= o.logprob_bound: o.reasons.append(f'a first-step log-probability is off by {o.logprob:.3g}, allowed {o.logprob_bound:.3g}')
         o.kl, own = 0., 0.
@@ -370,7 +374,7 @@ def _finite(x):
     if isinstance(x, (list, tuple)): return [_finite(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
-# %% ../nbs/33_closed_loop.ipynb #cb4006df
+# %% ../nbs/33_closed_loop.ipynb #ba7ead3c
 def show(
     r:Report, # From `verify`
 )->str: # Plain text, ASCII but for the prompts
@@ -385,12 +389,12 @@ def show(
             row += [f'{got} of {len(r.cases)}', of(e.logprob, e.logprob_bound), of(e.kl, e.kl_bound), {True:'yes', False:'no', None:'-'}[e.bit_equal], f'{e.seconds:.1f}']
         rows.append(row)
         lines += [f'{e.engine}: prompt {f.prompt+1} forks after {f.step} tokens: gap {f.gap:.3g}, a near-tie is up to {f.bound:.3g}' for f in e.forks if f.near_tie and not e.exact]
-        lines += [f'{e.engine}: {w}' for w in e.reasons]
+        lines += [f'{e.engine}: {w}' for w in e.reasons + e.notes]
     checks = [f'{n:<10} ' + ('ok' + (f', {c["note"]}' if c['note'] else '') if c['ok'] else 'FAILED: ' + '; '.join(c['faults'][:3]) + (f' (and {len(c["faults"])-3} more)' if len(c['faults']) > 3 else '')) for n,c in r.checks.items()]
     table = tabulate(rows, ['engine', 'verdict', 'prompts identical', 'first log p (allowed)', 'KL, nats a token (allowed)', 'bit-equal', 'seconds'], disable_numparse=True)
     return '\n'.join([*checks, '', table, '', *lines, f'verdict: {r.verdict}'])
 
-# %% ../nbs/33_closed_loop.ipynb #f7636265
+# %% ../nbs/33_closed_loop.ipynb #5de48ecf
 def picture(
     r:Report, # From `verify`
     path=None, # Where to save it as PNG; None only draws
@@ -417,7 +421,7 @@ def picture(
         if f: m.plot([x.step+1 for x in f], [x.gap for x in f], k, color='C1', ms=10, mew=2, label=f'fork of {o.engine}')
         p = [(s+1, max(v, 1e-8)) for err in o.errors for s,v in enumerate(err)]
         if p: e.plot(*zip(*p), k, ms=4, alpha=.6, label=o.engine)
-    m.set(yscale='log', ylabel='logits', title='Where a token can flip: margins under the bound'); m.legend(fontsize=8); m.grid(alpha=.3)
+    m.set(yscale='log', ylabel='logits', title='Where a token can flip: margins under the bound'); m.margins(y=.2); m.legend(fontsize=8, loc='upper right', ncols=3); m.grid(alpha=.3)
     e.set(yscale='log', ylim=(5e-9, None), xlabel='new token', ylabel='largest |Δ log p|', title='Error of each engine (1e-8: equal)'); e.grid(alpha=.3)
     if e.lines: e.legend(fontsize=8)
     if path:
