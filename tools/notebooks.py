@@ -189,7 +189,7 @@ def run(nbs, root, workers=2, timeout=300, flags='', slow=120):
         secs[nb] = s
         print(f'  {"FAIL" if why else "ok  "} {_short(nb, root):34} {s:6.1f} s' + (f'  over {slow} s' if s > slow and not why else ''), flush=True)
         if why: failed.append((nb, why))
-    with ThreadPoolExecutor(workers) as pool: list(pool.map(one, nbs))
+    with ThreadPoolExecutor(workers) as pool: list(pool.map(one, reversed(nbs)))  # the later ones take longer: those first
     for nb,why in failed: print(f'\n{_short(nb, root)}: {why}')
     print(f'\nnotebooks: {len(nbs)-len(failed)} passed, {len(failed)} failed; {sum(secs.values()):.0f} s of notebook time')
     return len(nbs)-len(failed), len(failed)

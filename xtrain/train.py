@@ -305,7 +305,7 @@ def get_data(
     from xtrain.data import Batches, TokenData, eval_batches, fingerprint, prepare
     for name in ('data', 'val_data'):
         now, then = getattr(cfg, name) and fingerprint(getattr(cfg, name), cfg.separator, cfg.text_key), saved.get(name)
-        if saved and json.loads(json.dumps(now)) != then: raise UserError(f'{flag(name)} {getattr(cfg, name)} is not what the run began with: {_brief(then)} then, {_brief(now)} now; a run keeps its data')
+        if name in saved and json.loads(json.dumps(now)) != then: raise UserError(f'{flag(name)} {getattr(cfg, name)} is not what the run began with: {_brief(then)} then, {_brief(now)} now; a run keeps its data')
     meta = prepare(cfg.data, tok, out/'data', seq_len=cfg.seq_len, val_source=cfg.val_data, separator=cfg.separator, text_key=cfg.text_key, log=say)
     train, val = TokenData(out/'data', 'train'), TokenData(out/'data', 'val')
     batches = Batches(train, cfg.seq_len, cfg.rows, cfg.seed)
