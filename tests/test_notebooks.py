@@ -258,11 +258,11 @@ def test_failures_are_named(tmp_path):
     p = project(tmp_path, good=['x = 1', 'assert x == 1', '#| cuda\nraise SystemError'],
                 killed=['x = 1', '# the next line ends everything\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)'],
                 endless=['import time', 'time.sleep(10**6)'], failing=['y = 1', 'y/0'], leaves=['open("left.txt", "w").close()'])
-    r = subprocess.run([sys.executable, ROOT/'tools'/'notebooks.py', 'run', '--root', p, '--timeout', '15', '--workers', '3', '--counts', tmp_path/'counts'], capture_output=True, text=True)
+    r = subprocess.run([sys.executable, ROOT/'tools'/'notebooks.py', 'run', '--root', p, '--timeout', '20', '--workers', '3', '--counts', tmp_path/'counts'], capture_output=True, text=True)
     assert r.returncode == 1, r.stdout + r.stderr
     out = r.stdout
     assert 'nbs/killed.ipynb: its process was killed (SIGKILL) in cell 3: import os, signal; os.kill(' in out
-    assert 'nbs/endless.ipynb: not at its end after 15 s, in cell 3: time.sleep(10**6)' in out
+    assert 'nbs/endless.ipynb: not at its end after 20 s, in cell 3: time.sleep(10**6)' in out
     assert 'nbs/failing.ipynb: failed in cell 3: y/0' in out and 'ZeroDivisionError' in out
     assert 'nbs/leaves.ipynb: leaves or changes files: nbs/left.txt' in out
     assert 'notebooks: 1 passed, 4 failed' in out and (tmp_path/'counts').read_text() == '1 4'

@@ -178,7 +178,8 @@ def test_the_command_works(installed, tmp_path):
         assert r.returncode == 0, f'xtrain {" ".join(map(str, args))}\n{r.stdout}{r.stderr}'
         return r.stdout
     assert 'train' in xtrain('--help') and 'export' in xtrain('--help')
-    xtrain('train', '--data', 'stories', '--tokenizer', 'train', '--vocab-size', 300, '--dim', 16, '--n-layers', 1, '--n-heads', 2, '--kv-heads', 1, '--head-dim', 8, '--ffn-dim', 32,
+    (tmp_path/'text.txt').write_text('\n'.join(f'Once there were {n} hens, and {n+1} went home.' for n in range(400)))
+    xtrain('train', '--data', 'text.txt', '--separator', '\\n', '--tokenizer', 'train', '--vocab-size', 300, '--dim', 16, '--n-layers', 1, '--n-heads', 2, '--kv-heads', 1, '--head-dim', 8, '--ffn-dim', 32,
            '--seq-len', 16, '--batch-size', 2, '--steps', 3, '--out', 'run')
     xtrain('export', 'run', 'hf')
     assert (tmp_path/'hf'/'model.safetensors').stat().st_size > 1000 and (tmp_path/'hf'/'config.json').exists()

@@ -151,11 +151,11 @@ def test(args):
     stages = [
         ('notebooks are clean', 'fresh', [py, 'tools/notebooks.py', 'fresh', '--counts', counts/'fresh']),
         ('every notebook runs', 'notebooks', [py, 'tools/notebooks.py', 'run', '--workers', '2', '--counts', counts/'run']),
-        ('pytest: package, wheel, site', 'pytest', [py, '-m', 'pytest', '--durations=8', '-o', 'junit_family=xunit1', '--junitxml=%s' % (counts/'pytest.xml')]),
+        ('pytest: package, wheel, site', 'pytest', [py, '-m', 'pytest', '-n', '2', '--dist', 'loadfile', '--durations=8', '-o', 'junit_family=xunit1', '--junitxml=%s' % (counts/'pytest.xml')]),
     ]
     only = args.only.split(',') if args.only else [k for _,k,_ in stages]
-    for what,key,cmd in stages:
-        if key in only and run(cmd, what, check=False, PATH=str(BIN)+os.pathsep+os.environ.get('PATH', '')): bad.append(what)
+    for what,key,cmd in stages:  # two processes with a core each
+        if key in only and run(cmd, what, check=False, OMP_NUM_THREADS='1', PATH=str(BIN)+os.pathsep+os.environ.get('PATH', '')): bad.append(what)
     passed = failed = skipped = 0
     for f in counts.glob('*'):
         if f.suffix == '.xml':
