@@ -64,7 +64,7 @@ def test_lr_table():
     assert [lr_at(i, c) for i in range(5)] == pytest.approx(want[:5], abs=1e-12) and [lr_at(i, c) for i in range(6)] == pytest.approx(want[:6], abs=1e-9)
     assert lr_at(12, c) == pytest.approx(.00055, abs=1e-12) and lr_at(19, c) == pytest.approx(.000108647, abs=1e-9) and lr_at(20, c) == lr_at(10**6, c) == 1e-4
 
-@pytest.mark.parametrize('schedule', ['cosine', 'linear', 'constant'])
+@pytest.mark.parametrize('schedule', ['cosine', 'linear', 'wsd', 'constant'])
 @pytest.mark.parametrize('warmup', [0, 1, 19, 20, 21, 500])
 @pytest.mark.parametrize('steps', [1, 2, 20])
 def test_lr_edges(schedule, warmup, steps):

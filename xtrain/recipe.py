@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from .config import ModelConfig, UserError
 
-# %% ../nbs/23_recipe.ipynb #e6bdd161
+# %% ../nbs/23_recipe.ipynb #5eeb7ee8
 @dataclass(frozen=True)
 class TrainConfig:
     "Everything `xtrain train` can be told; a bad value is a `UserError` that names its flag"
@@ -39,7 +39,7 @@ class TrainConfig:
     lr:float = 8e-3 # Peak learning rate
     min_lr:float|None = None # Where it ends; a tenth of `lr` unless given
     warmup:int|None = None # Steps up to the peak; a tenth of the run, at most 200, unless given
-    schedule:str = 'cosine' # `cosine`, `linear` or `constant`
+    schedule:str = 'cosine' # `cosine`, `linear`, `wsd` or `constant`
     decay_steps:int|None = None # Where the schedule ends; `steps` unless given
     weight_decay:float = 0.1 # Of matrices
     beta1:float = 0.9 # Of AdamW, for the mean gradient
@@ -80,8 +80,8 @@ class TrainConfig:
         own = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
         return ModelConfig(**{n: getattr(self, n) for n in own} | dict(vocab_size=vocab_size, max_seq_len=self.seq_len))
 
-# %% ../nbs/23_recipe.ipynb #77023f68
-_CHOICES = dict(schedule=('cosine', 'linear', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa'))
+# %% ../nbs/23_recipe.ipynb #2327b91b
+_CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa'))
 _FROM_1 = {'seq_len', 'batch_size', 'grad_accum', 'steps'}
 _FROM_0 = {'warmup', 'eval_every', 'sample_every', 'save_every', 'keep', 'seed', 'min_lr', 'weight_decay', 'clip'}
 
@@ -105,23 +105,23 @@ def _why_bad(name, v):
         return None if number and (v > 0 or v == 0 and name in _FROM_0) else 'a number from 0' if name in _FROM_0 else 'a number above 0'
     return None if isinstance(v, kind if isinstance(kind, type) else (str,)) else f'a {getattr(kind, "__name__", "text")}'
 
-# %% ../nbs/23_recipe.ipynb #53226c85
+# %% ../nbs/23_recipe.ipynb #d5ddb071
 def lr_at(
     step:int, # The step about to be taken, from 0
     cfg, # A `TrainConfig`
 )->float: # Learning rate
-    "Linear warmup, then cosine, linear or constant; never below the floor"
+    "Linear warmup, then cosine, linear, flat with a linear end (`wsd`) or constant; never below the floor"
     peak, low, W, N = cfg.lr, cfg.floor, cfg.warm, cfg.horizon
     if step < min(W, N): return max(low, peak*(step+1)/(W+1))
     if cfg.schedule == 'constant': return peak
     if step >= N: return low
     t = (step-W)/(N-W)
-    return low + (peak-low)*((1+math.cos(math.pi*t))/2 if cfg.schedule == 'cosine' else 1-t)
+    return low + (peak-low)*dict(cosine=(1+math.cos(math.pi*t))/2, linear=1-t, wsd=min(1, 4*(1-t)))[cfg.schedule]
 
-# %% ../nbs/23_recipe.ipynb #dabacc2b
+# %% ../nbs/23_recipe.ipynb #00b2a384
 PRESETS = { # Name: a line about it, and its fields
-    'stories': ('built-in stories on two laptop cores: 4 layers of dim 96, 8 query and 2 KV heads, 0.7 million parameters',
-        dict(schedule='linear', min_lr=0., warmup=100, beta2=.99)),
+    'stories': ('built-in stories on two laptop cores: 2 layers of dim 128, 8 query and 2 KV heads, 0.7 million parameters',
+        dict(n_layers=2, dim=128, head_dim=32, steps=1900, lr=1e-2, schedule='wsd', min_lr=0., warmup=100, beta2=.99)),
     't9': ('the specification\'s T9: dim 32, 4 layers, 2 heads; give it GPT-2\'s tokenizer and TinyStories',
         dict(dim=32, n_layers=4, n_heads=2, n_kv_heads=2, head_dim=16, ffn_dim=64, eps=1e-5, steps=1200, seq_len=256, batch_size=8, lr=1e-2)),
     't15': ('the specification\'s T15, for a GPU: dim 256, 4 layers, 8 query and 2 KV heads; GPT-2\'s tokenizer and TinyStories',
