@@ -83,15 +83,28 @@ def plain_tokens_per_second(model, shape, B, T, steps):
         times.append(time.perf_counter()-t)
     return B*T/statistics.median(times[3:])
 
-def xtrain_tokens_per_second(shape, B, T, steps, data, tokenizer):
+def padded_tokenizer(path, V):
+    "A tokenizer of the stories with as many ids as the shape has rows; the ids that are added never occur, and cost the same"
+    from xtrain.stories import Stories
+    from xtrain.tokenizer import Tokenizer
+    import tokenizers
+    Tokenizer.train((Stories(0).story(i)[0] for i in range(500)), 512).save(path)
+    t = tokenizers.Tokenizer.from_file(str(path))
+    t.add_tokens([f'<unused {i}>' for i in range(V-t.get_vocab_size())])
+    t.save(str(path))
+    return str(path)
+
+def xtrain_tokens_per_second(shape, B, T, steps):
     "What `xtrain train` logs at the same shape: median over the logged steps, the first 3 not counted"
     with tempfile.TemporaryDirectory() as d:
         flags = dict(dim=shape['hidden_size'], n_layers=shape['num_hidden_layers'], n_heads=shape['num_attention_heads'], kv_heads=shape['num_key_value_heads'],
                      head_dim=shape['head_dim'], ffn_dim=shape['intermediate_size'], vocab_size=shape['vocab_size'], seq_len=T, batch_size=B, steps=steps+3,
-                     device='cpu', dtype='float32', data=data, tokenizer=tokenizer, eval_every=0, save_every=0, log_every=1, out=f'{d}/run')
+                     device='cpu', dtype='float32', data='stories:2000', tokenizer=padded_tokenizer(Path(d)/'tokenizer.json', shape['vocab_size']), eval_every=0, save_every=0, log_every=1, out=f'{d}/run')
         cmd = [sys.executable, '-c', 'from xtrain.cli import main; main()', 'train'] + [a for k,v in flags.items() for a in (f"--{k.replace('_','-')}", str(v))]
         r = subprocess.run(cmd, capture_output=True, text=True)
         if r.returncode: sys.exit(f"{' '.join(cmd)}\n{r.stderr}")
+        V = json.loads(Path(f'{d}/run/config.json').read_text())['model']['vocab_size']
+        if V != shape['vocab_size']: sys.exit(f"the run has {V} rows, not {shape['vocab_size']}")
         rows = [json.loads(l) for l in Path(f'{d}/run/metrics.jsonl').read_text().splitlines()]
     return statistics.median([r['tokens_per_second'] for r in rows if 'tokens_per_second' in r][3:])
 
@@ -100,17 +113,15 @@ def xtrain_tokens_per_second(shape, B, T, steps, data, tokenizer):
 @click.option('--rounds', default=3, help='Times each side is measured, in turns.')
 @click.option('--steps', default=20, help='Counted steps a round.')
 @click.option('--peer', type=click.Path(exists=True), help='A script whose class M is the plain model.')
-@click.option('--tokenizer', default='train', help='tokenizer.json with at most as many ids as the shape has rows (default: trained on the stories).')
-@click.option('--data', default='stories', help='What `xtrain train --data` takes.')
 @click.option('--json', 'as_json', is_flag=True, help='Print JSON.')
-def main(names, rounds, steps, peer, tokenizer, data, as_json):
+def main(names, rounds, steps, peer, as_json):
     model, out = load_peer(peer) if peer else Plain, []
     for name in names or SHAPES:
         shape, B, T = SHAPES[name]
         ours, plain = [], []
         for _ in range(rounds):
             plain.append(plain_tokens_per_second(model, shape, B, T, steps))
-            ours.append(xtrain_tokens_per_second(shape, B, T, steps, data, tokenizer))
+            ours.append(xtrain_tokens_per_second(shape, B, T, steps))
         out.append(dict(shape=name, batch=B, seq_len=T, threads=torch.get_num_threads(), torch=torch.__version__, xtrain=statistics.median(ours), plain=statistics.median(plain),
                         ratio=statistics.median(ours)/statistics.median(plain), xtrain_all=ours, plain_all=plain))
         if not as_json: print('{shape}: xtrain {xtrain:,.0f} tokens/s, plain {plain:,.0f}, ratio {ratio:.2f} ({batch}x{seq_len}, {threads} threads, torch {torch})'.format(**out[-1]), flush=True)

@@ -158,7 +158,7 @@ def _options(section, *opts):
 
 def _o(*names, help, type=None, **kw): return names, dict(help=help, type=type, **kw)
 
-# %% ../nbs/41_cli.ipynb #790095db
+# %% ../nbs/41_cli.ipynb #72f2ee73
 @main.command('train', cls=_Sections)
 @_options('Run',
     _o('--out', metavar='RUN', help='Run directory to write.'),

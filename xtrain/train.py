@@ -180,7 +180,7 @@ def read_metrics(
     path = Path(path)
     return [d for l in path.read_text(encoding='utf-8').splitlines() if (d := parse(l))] if path.is_file() else []
 
-# %% ../nbs/23_train.ipynb #1809942c
+# %% ../nbs/23_train.ipynb #e583349d
 def plot_loss(
     run_dir, # A run's directory; `loss.png` is written there
     floor:float|None=None, # The best loss there can be, if the data knows it
@@ -198,6 +198,8 @@ def plot_loss(
     if val: ax.plot(*zip(*val), 'o-', color='tab:orange', ms=4, lw=1, label=f'held out, {val[-1][1]:.3f} at the end')
     if floor: ax.axhline(floor, color='k', ls='--', lw=1, label=f'floor: {floor:.3f}, the text\'s own entropy')
     ax.set(xlabel='step', ylabel='loss (nats per token)', title=f'{Path(run_dir).name}: loss of {x[-1] if x else 0:,} steps')
+    late = mean[len(mean)//20:] + [v for _,v in val] + ([floor] if floor else [])  # the first twentieth falls so far that it would flatten the rest
+    if late: ax.set_ylim(min(late)-(pad := .05*(max(late)-min(late))+1e-3), max(late)+pad)
     ax.grid(alpha=.3); ax.legend(fontsize=9)
     buf = io.BytesIO(); fig.savefig(buf, format='png')
     write_atomic(Path(run_dir)/'loss.png', buf.getvalue())
@@ -293,7 +295,7 @@ def get_tokenizer(
     tok.save(out)
     return tok
 
-# %% ../nbs/23_train.ipynb #57405cf9
+# %% ../nbs/23_train.ipynb #ee9f18e5
 def get_data(
     cfg:TrainConfig, # What to read
     tok, # The run's `Tokenizer`
