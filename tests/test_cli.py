@@ -236,9 +236,10 @@ def test_full_disk(home):
     assert not [p for p in home.iterdir() if 'full' in p.name]
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full')
-def test_stdout_is_full():
+@pytest.mark.parametrize('unbuffered', ['', '1'])
+def test_stdout_is_full(unbuffered):
     with open('/dev/full', 'w') as f:
-        r = subprocess.run([sys.executable, '-c', CODE, '--help'], stdout=f, stderr=subprocess.PIPE, text=True)
+        r = subprocess.run([sys.executable, '-c', CODE, '--help'], stdout=f, stderr=subprocess.PIPE, text=True, env=os.environ | dict(PYTHONUNBUFFERED=unbuffered))
     assert r.returncode == 1 and r.stderr.count('\n') == 1 and 'no space left' in r.stderr and 'Traceback' not in r.stderr
 
 @pytest.mark.parametrize('e,line,code', [

@@ -58,8 +58,14 @@ class App(click.Group):
         self.debug = bool(os.environ.get('XTRAIN_DEBUG'))
         with warnings.catch_warnings():
             warnings.showwarning = lambda msg, *a, **k: click.echo(f'xtrain: note: {" ".join(str(msg).split())}', err=True)
-            try: code = super().main(args, 'xtrain', standalone_mode=False, **kw)
+            try:
+                code = super().main(args, 'xtrain', standalone_mode=False, **kw)
+                sys.stdout.flush()  # help is written without `invoke`
+            except BrokenPipeError:
+                _drop_stdout()
+                code = 141
             except Exception as e:
+                if isinstance(e, OSError): _drop_stdout()
                 if self.debug and not isinstance(e, click.ClickException): raise
                 code = _fail(e)
         sys.exit(code if isinstance(code, int) else 0)
