@@ -33,6 +33,11 @@ template <> HD bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
 template <> HD half_t from_float<half_t>(float x) { return __float2half_rn(x); }
 template <class T> HD float round_to(float x) { return to_float(from_float<T>(x)); }
 
+// Element i of a gain that is float32 (masters) or of the activations' own type.
+template <class T> __device__ __forceinline__ float gain(const void* w, bool w_f32, int64_t i) {
+    return w_f32 ? static_cast<const float*>(w)[i] : to_float(static_cast<const T*>(w)[i]);
+}
+
 // N elements that move as one load or store; N * sizeof(T) is 16 on the fast path. Kept packed: half the registers of floats.
 template <class T, int N> struct alignas(sizeof(T) * N) Vec {
     T v[N];

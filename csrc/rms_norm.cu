@@ -5,10 +5,7 @@
 #include "common.cuh"
 
 #ifdef __CUDACC__
-// w is float32 (masters) or x's own type
-template <class T> __device__ __forceinline__ float gain(const void* w, bool w_f32, int64_t i) {
-    return w_f32 ? static_cast<const float*>(w)[i] : to_float(static_cast<const T*>(w)[i]);
-}
+// N gains at once, as `gain` reads them
 template <class T, int N> __device__ __forceinline__ void gains(const void* w, bool w_f32, int i, float (&out)[N]) {
     if (w_f32) {
 #pragma unroll

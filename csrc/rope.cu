@@ -23,9 +23,6 @@ struct Shape {
         h = heads_inside ? i1 : i2; t = heads_inside ? i2 : i1;
     }
 };
-template <class T> __device__ __forceinline__ float gain(const void* w, bool w_f32, int i) {
-    return w_f32 ? static_cast<const float*>(w)[i] : to_float(static_cast<const T*>(w)[i]);
-}
 template <class T, int VEC, bool NORM>
 __global__ void __launch_bounds__(256) fwd_kernel(const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32, T* __restrict__ y, Shape S, float eps) {
     using V = Vec<T, VEC>;
