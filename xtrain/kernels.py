@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['csrc_path', 'Nvcc', 'find_nvcc', 'gencode', 'cache_dir', 'BuildError', 'command', 'compile_source', 'load_source',
-           'kernels', 'defines', 'register', 'backend']
+           'kernels', 'cuda_ops', 'defines', 'register', 'backend']
 
 # %% ../nbs/00_kernels.ipynb #3dfe91c4
 import fcntl, functools, hashlib, os, re, shutil, subprocess, sys, sysconfig, tempfile, time, warnings
@@ -163,31 +163,46 @@ def load_source(src, **kw):
     torch.ops.load_library(str(so))
     return getattr(torch.ops, f"xtrain_{so.stem.rsplit('-', 1)[1]}")
 
-# %% ../nbs/00_kernels.ipynb #77f17621
+# %% ../nbs/00_kernels.ipynb #5bce4485
 @functools.cache
 def _load(name):
     "The namespace of `csrc/name.cu`, or None, and why"
+    if os.environ.get('XTRAIN_KERNELS') == '0': return None, 'XTRAIN_KERNELS=0'
     if not torch.cuda.is_available(): return None, 'torch sees no GPU'
     old = [f'{torch.cuda.get_device_name(i)} (sm_{a}{b})' for i in range(torch.cuda.device_count()) for a, b in [torch.cuda.get_device_capability(i)] if a < 8]
     if old: return None, f'{old[0]} is older than sm_80'
     try: return load_source(csrc_path()/f'{name}.cu', gpu=True), 'compiled from csrc'
     except (BuildError, OSError, RuntimeError) as e: return None, str(e)
 
-# %% ../nbs/00_kernels.ipynb #f6ba8aec
+# %% ../nbs/00_kernels.ipynb #05398076
 _defined = {}
 
 @torch.compiler.assume_constant_result
+def _namespace(name):
+    "Name of the namespace of `csrc/name.cu`, loaded and described to torch, or None; says once why not"
+    if name not in _defined:
+        ns, why = _load(name)
+        if ns is not None:
+            for f in _definitions.get(name, ()): f(ns)
+        elif torch.cuda.is_available(): warnings.warn(f"xtrain: {name}: torch's own ops are used: {why.splitlines()[0]}")
+        _defined[name] = ns and ns.name
+    return _defined[name]
+
+# %% ../nbs/00_kernels.ipynb #c1671e35
 def kernels(
     name:str, # A file of `csrc/`, without `.cu`
 ): # The namespace of its ops, or None
-    "The CUDA kernels of an op, if they can be had; says once why not"
-    ns, why = _load(name)
-    if ns is None and torch.cuda.is_available() and name not in _defined: warnings.warn(f"xtrain: {name}: torch's own ops are used: {why.splitlines()[0]}")
-    if name not in _defined:
-        _defined[name] = ns
-        if ns is not None:
-            for f in _definitions.get(name, ()): f(ns)
-    return ns
+    "The CUDA kernels of an op, if they can be had"
+    ns = _namespace(name)
+    return getattr(torch.ops, ns) if ns else None
+
+# %% ../nbs/00_kernels.ipynb #01d8cc45
+def cuda_ops(
+    name:str, # A file of `csrc/`, without `.cu`
+    x:torch.Tensor, # What the op is to be applied to
+): # The namespace of its ops, or None: use torch's own
+    "The kernels that can take `x`: on a GPU, in float32, bfloat16 or float16; under `torch.compile` the choice is a constant"
+    return kernels(name) if x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
 
 # %% ../nbs/00_kernels.ipynb #f181eed6
 _definitions = {}
