@@ -118,10 +118,10 @@ def lr_at(
     t = (step-W)/(N-W)
     return low + (peak-low)*dict(cosine=(1+math.cos(math.pi*t))/2, linear=1-t, wsd=min(1, 4*(1-t)))[cfg.schedule]
 
-# %% ../nbs/23_recipe.ipynb #00b2a384
+# %% ../nbs/23_recipe.ipynb #d65efd09
 PRESETS = { # Name: a line about it, and its fields
     'stories': ('built-in stories on two laptop cores: 2 layers of dim 128, 8 query and 2 KV heads, 0.7 million parameters',
-        dict(n_layers=2, dim=128, head_dim=32, steps=1900, lr=1e-2, schedule='wsd', min_lr=0., warmup=100, beta2=.99)),
+        dict(n_layers=2, dim=128, head_dim=32, steps=2000, lr=1e-2, schedule='wsd', min_lr=0., warmup=100, beta2=.99)),
     't9': ('the specification\'s T9: dim 32, 4 layers, 2 heads; give it GPT-2\'s tokenizer and TinyStories',
         dict(dim=32, n_layers=4, n_heads=2, n_kv_heads=2, head_dim=16, ffn_dim=64, eps=1e-5, steps=1200, seq_len=256, batch_size=8, lr=1e-2)),
     't15': ('the specification\'s T15, for a GPU: dim 256, 4 layers, 8 query and 2 KV heads; GPT-2\'s tokenizer and TinyStories',

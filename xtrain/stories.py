@@ -6,7 +6,7 @@
 __all__ = ['GRAMMAR', 'HE', 'SHE', 'M64', 'Pick', 'Say', 'Rule', 'capital', 'parse_grammar', 'mix64', 'dice', 'Story', 'Stories',
            'clashes', 'floor_per_token']
 
-# %% ../nbs/21_stories.ipynb #c571411c
+# %% ../nbs/21_stories.ipynb #37259dcc
 GRAMMAR = '''
 story = {open} {tale} {last}
 
@@ -119,20 +119,17 @@ trait = small | young | shy | brave | clever | merry | gentle | sleepy | curious
       | friendly | quiet | proud | polite | stubborn | thoughtful | careful | hungry | jolly | grumpy | tidy | kind
       | noisy | busy | timid | bold | lazy | wise | silly | graceful
 
-animal = otter | fox | hedgehog | mouse | badger | rabbit | squirrel | mole | toad | duck | goose | owl | hare | beaver
-       | heron | newt | lamb | goat | pony | kitten | puppy | piglet | donkey | tortoise | bear | wolf | crow | seal
+animal = otter | fox | hedgehog | mouse | badger | rabbit | mole | toad | goose | owl | donkey | bear
 
 home = by the mill | under the old bridge | near the lighthouse | in a hollow oak | behind the bakery | beside the pond
      | on a windy hill | below the waterfall | in a red barn | at the end of the lane | on a small island | in a teapot
      | above the harbour | next to the station | between two tall pines | inside an old boot | among the reeds
      | under a blackberry bush | on a narrow boat | at the edge of the forest
 
-colour = red | blue | green | yellow | purple | silver | golden | striped | spotted | white | black | brown | pink | copper
-       | velvet | wooden
+colour = red | blue | green | yellow | silver | golden | striped | wooden
 
-thing (did) = kite/flew | drum/beat | whistle/blew | bell/rang | lantern/lit | boat/sailed | ball/bounced | hat/wore
-            | book/read | scarf/wore | flute/played | wagon/pulled | hoop/rolled | fiddle/played | trumpet/blew | puppet/waved
-            | top/spun | sledge/rode | swing/rode | flag/waved
+thing (did) = kite/flew | drum/beat | whistle/blew | bell/rang | lantern/lit | boat/sailed | ball/bounced | scarf/wore
+            | book/read | flute/played | wagon/pulled | top/spun
 
 often = every {part}
       | all {part} long
@@ -177,8 +174,8 @@ when = until the stars came out | from noon to night | for the whole village | i
 joy = danced | clapped | sang along | laughed | hummed | cheered | smiled | wept for joy | whistled | jumped up and down
 '''
 
-HE = 'Pim Otto Finn Bram Tobin Jory Milo Hugo Oskar Ned Rufus Basil Alder Wick Odo Gus'.split()
-SHE = 'Wren Nell Ivy Juno Mabel Hattie Clover Tansy Edda Olive Dot Bryony Lark Fern Suki Rosa'.split()
+HE = 'Pim Otto Finn Tobin Milo Rufus'.split()
+SHE = 'Wren Nell Ivy Mabel Tansy Olive'.split()
 GRAMMAR += 'name (they them their theirs) = ' + ' | '.join([f'{n}/he/him/his/his' for n in HE] + [f'{n}/she/her/her/hers' for n in SHE])
 
 # %% ../nbs/21_stories.ipynb #66c1a7cd
