@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['PATHS', 'causal_mask', 'attention_ref', 'attention_grad', 'attention_forward', 'Composed', 'composed', 'sdpa',
-           'attention_path', 'attention']
+           'flash', 'attention_path', 'attention']
 
-# %% ../../nbs/05_attention.ipynb #c626ab1f
+# %% ../../nbs/05_attention.ipynb #c6458fa1
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .contract import acc, check
+from .flash_attention import flash_attention
 from .repeat_kv import repeat_kv, repeat_kv_grad
 
 # %% ../../nbs/05_attention.ipynb #b54b7284
@@ -122,24 +123,28 @@ def sdpa(
     blind = ~mask.any(-1, keepdim=True)
     return fused(attn_mask=mask | blind).masked_fill(blind, 0)
 
-# %% ../../nbs/05_attention.ipynb #26b88dc2
-PATHS = dict(composed=composed, sdpa=sdpa) # Name to `f(q, k, v, pad, scale)`
+# %% ../../nbs/05_attention.ipynb #420848eb
+def flash(q, k, v, pad, scale):
+    "Ours, tile by tile"
+    return flash_attention(q, k, v, pad, scale=scale)
+
+PATHS = dict(composed=composed, sdpa=sdpa, flash=flash) # Name to `f(q, k, v, pad, scale)`
 
 def attention_path(
     path:str='auto', # `auto`, or a name in `PATHS`
 )->str: # A name in `PATHS`
     "Which path runs; ValueError lists the names there are"
     if path == 'auto': return 'sdpa'
-    if path not in PATHS: raise ValueError(f'path must be auto, {" or ".join(PATHS)}, got {path!r}')
+    if path not in PATHS: raise ValueError(f'path must be {", ".join(["auto", *PATHS][:-1])} or {[*PATHS][-1]}, got {path!r}')
     return path
 
-# %% ../../nbs/05_attention.ipynb #ce63f35f
+# %% ../../nbs/05_attention.ipynb #90de7a16
 def attention(
     q:Tensor, # Queries, `(B, H, T, D)`, any strides
     k:Tensor, # Keys, `(B, Hkv, S, D)`; `H` is a multiple of `Hkv`
     v:Tensor, # Values, same shape as `k`
     pad:Tensor|None=None, # Left padding of each row, integer, `(B,)`
-    path:str='composed', # `composed` (the reference), `sdpa` (torch's) or `auto` (the fastest)
+    path:str='composed', # `composed` (the reference), `sdpa` (torch's), `flash` (ours) or `auto` (the fastest)
     scale:float|None=None, # Of the scores, `1/sqrt(D)` unless given
 )->Tensor: # `(B, H, T, D)`
     "Causal attention with grouped KV heads; the last query sees the last key. ValueError for wrong shapes, dtypes, devices or paths"
