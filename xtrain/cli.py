@@ -29,8 +29,8 @@ def explain(
     if name == 'OutOfMemoryError': return 'not enough GPU memory; use a smaller --batch-size (and more --grad-accum), a shorter --seq-len, or --device cpu', 1
     if isinstance(e, ModuleNotFoundError) and e.name and not e.name.startswith('xtrain'): return f'{e.name} is not installed; pip install {e.name}', 1
     if isinstance(e, OSError) and e.strerror:
-        hint = {errno.ENOSPC: '; free some space and try again', errno.EDQUOT: '; free some space and try again', errno.EACCES: '; choose a place that you may read and write'}
-        return f'{e.filename or "output"}: {e.strerror.lower()}{hint.get(e.errno, "")}', 1
+        from xtrain.files import ADVICE
+        return f'{e.filename or "output"}: {e.strerror.lower()}{ADVICE.get(e.errno, "")}', 1
     return f'unexpected {name}: {one(e)} (xtrain --debug shows where; please report it)', 1
 
 # %% ../nbs/41_cli.ipynb #f37eaf73
