@@ -48,7 +48,7 @@ def test_metadata_is_valid(built):
     assert str(m.requires_python) == f'>={s["min_python"]}' and m.description_content_type == 'text/markdown'
     assert m.description.strip() == (ROOT/'README.md').read_text(encoding='utf-8').strip()
     assert 'Apache-2.0' in (m.license_expression or m.license) and m.license_files == ['LICENSE']
-    assert sorted(m.provides_extra) == ['dev', 'hf', 'verify']
+    assert sorted(m.provides_extra) == ['cuda', 'dev', 'hf', 'verify']
 
 
 def test_metadata_names_nobody(built):
@@ -75,7 +75,7 @@ def test_address_is_used_when_there_is_one(tmp_path):
 def test_requirements_are_those_of_settings(built):
     from shlex import split
     have, s = Metadata.from_email(metadata(built[0])).requires_dist, settings()
-    for key,extra in dict(requirements=None, dev_requirements='dev', hf_requirements='hf', verify_requirements='verify').items():
+    for key,extra in dict(requirements=None, dev_requirements='dev', hf_requirements='hf', verify_requirements='verify', cuda_requirements='cuda').items():
         want = {canonicalize_name(Requirement(r).name) for r in split(s[key])}
         assert want == {canonicalize_name(r.name) for r in have if (r.marker is None) == (extra is None) and (not extra or r.marker.evaluate({'extra': extra}))}
 
@@ -85,8 +85,8 @@ def test_constraints_pin_what_we_ask_for():
     from shlex import split
     pins = dict(re.findall(r'^([\w.-]+)==(\S+)$', (ROOT/'constraints.txt').read_text(), flags=re.M))
     pins = {canonicalize_name(k): v for k,v in pins.items()}
-    assert not [k for k in pins if k.startswith(('nvidia', 'cuda', 'triton'))] and all('+' not in v for v in pins.values())
-    for key in ('requirements', 'dev_requirements', 'hf_requirements', 'verify_requirements'):
+    assert {k for k in pins if k.startswith(('nvidia', 'cuda', 'triton'))} == {canonicalize_name(Requirement(r).name) for r in split(settings()['cuda_requirements'])} and all('+' not in v for v in pins.values())
+    for key in ('requirements', 'dev_requirements', 'hf_requirements', 'verify_requirements', 'cuda_requirements'):
         for r in map(Requirement, split(settings()[key])):
             assert r.specifier.contains(pins[canonicalize_name(r.name)]), r
     here = {canonicalize_name(d.name): d.version.split('+')[0] for d in md.distributions()}
