@@ -283,6 +283,21 @@ def test_flags_choose_cells(tmp_path):
     assert 'on the GPU' in runner.run_one(p/'nbs'/'gpu.ipynb', p, timeout=60, flags='cuda')[1]
 
 
+def test_outputs_of_gpu_cells_are_kept(tmp_path):
+    "Only these cells' outputs change, not a byte beside them; a warning and the copy's address are left out"
+    p = project(tmp_path, plain=['1'], gpu=['x = 20', '#| cuda\nimport sys, os\nprint("beside", os.getcwd()); print("hush", file=sys.stderr)\n2*x+2', 'print("other")'])
+    old = (p/'nbs'/'gpu.ipynb').read_text()
+    r = subprocess.run([sys.executable, ROOT/'tools'/'notebooks.py', 'run', '--gpu', '--root', p, '--write', tmp_path/'out'], capture_output=True, text=True)
+    assert r.returncode == 0 and '1 notebooks, 1 at a time' in r.stdout and 'stderr of cell 3: hush' in r.stdout, r.stdout + r.stderr
+    assert os.listdir(tmp_path/'out') == ['gpu.ipynb'] and (p/'nbs'/'gpu.ipynb').read_text() == old
+    new = json.loads((tmp_path/'out'/'gpu.ipynb').read_text())
+    before, after = json.loads(old)['cells'], new['cells']
+    assert after[2].pop('outputs') == [dict(name='stdout', output_type='stream', text='beside nbs\n'), dict(data={'text/plain': '42'}, execution_count=None, metadata={}, output_type='execute_result')]
+    before[2].pop('outputs')
+    assert before == after
+    assert 'goes with --gpu' in subprocess.run([sys.executable, ROOT/'tools'/'notebooks.py', 'run', '--root', p, '--write', tmp_path/'out'], capture_output=True, text=True).stderr
+
+
 def test_surroundings_are_unfriendly(tmp_path):
     "The runner takes away what the notebooks must not need"
     p = project(tmp_path, around=['import os, socket, time, locale', 'assert not os.access(os.path.expanduser("~"), os.W_OK)',

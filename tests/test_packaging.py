@@ -223,5 +223,5 @@ def test_ci_runs_make_test():
     ci = ROOT/'.ci'/'run'
     assert os.access(ci, os.X_OK) and ci.read_text().startswith('#!/usr/bin/env bash\nset -euo pipefail\n') and ci.read_text().rstrip().endswith('make test')
     text = (ROOT/'Makefile').read_text()
-    for target in ('loop', 'test', 'docs', 'setup', 'clean'): assert re.search(rf'^{target}:', text, re.M)
+    for target in ('loop', 'test', 'gpu', 'docs', 'setup', 'clean'): assert re.search(rf'^{target}:', text, re.M)
     assert (ROOT/'LICENSE').read_text().count('Apache License') >= 1 and len((ROOT/'LICENSE').read_text()) > 10000

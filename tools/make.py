@@ -1,7 +1,8 @@
-"""What `make` runs: `loop`, `test`, `docs` and `setup`, on any system that has Python.
+"""What `make` runs: `loop`, `test`, `gpu`, `docs` and `setup`, on any system that has Python.
 
     python tools/make.py loop      set up, train the built-in stories, export, verify
     python tools/make.py test      set up, then everything CI checks
+    python tools/make.py gpu       on a machine with a GPU: every notebook with GPU cells, and tests/gpu
     python tools/make.py docs      set up, then build docs/ and README.md from the notebooks
 
 Only the standard library is used, because this starts before anything is installed, and only old syntax, so that an
@@ -172,6 +173,81 @@ def test(args):
     if bad: sys.exit(1)
 
 
+PROBE = """import importlib.util as u, json, torch
+ok = torch.cuda.is_available()
+need = [p for p in 'numpy safetensors tokenizers click tqdm tabulate matplotlib pyarrow pytest'.split() if not u.find_spec(p)]
+cap = torch.cuda.get_device_capability() if ok else ()
+print(json.dumps(dict(torch=torch.__version__, cuda=torch.version.cuda, gpu=torch.cuda.get_device_name() if ok else None, n=torch.cuda.device_count(), sm='sm_%d%d' % cap if ok else None, need=need,
+    nbdev=bool(u.find_spec('nbdev') and u.find_spec('execnb') and u.find_spec('fastcore')))))"""
+NBDEV = 'nbdev execnb fastcore ghapi fastgit asttokens astunparse executing ipython ipython_pygments_lexers jedi matplotlib-inline parso pexpect prompt_toolkit psutil ptyprocess pure_eval PyYAML six stack-data traitlets watchdog wcwidth wheel'.split()
+
+
+def probe(py, path):
+    "What torch sees from this Python, None if there is no torch"
+    try: out = subprocess.check_output([str(py), '-W', 'ignore', '-c', PROBE], stderr=subprocess.DEVNULL, env=dict(os.environ, PYTHONPATH=path))
+    except (OSError, subprocess.CalledProcessError): return None
+    return json.loads(out.decode().splitlines()[-1])
+
+
+def gpu(args):
+    "Run every notebook with GPU cells and the GPU tests; install nothing if a torch that sees a GPU is here with all that is needed"
+    start = time.time()
+    path = [str(ROOT)] + [p for p in [os.environ.get('PYTHONPATH')] if p]
+    if args.wheels:
+        import tempfile
+        site = tempfile.mkdtemp(prefix='xtrain-site-')
+        run([sys.executable, '-m', 'pip', 'install', '-q', '--no-index', '--no-deps', '--disable-pip-version-check', '--target', site] + sorted(Path(args.wheels).glob('*.whl')))
+        path.append(site)
+    path = os.pathsep.join(path)
+    found = [(py, p) for py in (BIN/'python', sys.executable) for p in [probe(py, path)] if p]
+    py, info = next(((py, p) for py,p in found if p['gpu'] and not p['need'] and p['nbdev']), (None, None))
+    if not py: py, info = next(((py, p) for py,p in found if p['gpu'] and not p['need']), (None, None))
+    if not py and (shutil.which('nvidia-smi') or Path('/proc/driver/nvidia').exists() or Path('/dev/dxg').exists()):
+        setup('dev', args.chosen)
+        py, info = BIN/'python', probe(BIN/'python', path)
+    if not info or not info['gpu']:
+        seen = '; '.join('torch %s at %s %s' % (p['torch'], shown([py]), 'is built without CUDA' if not p['cuda'] else 'sees none') for py,p in found)
+        stop('gpu: no NVIDIA GPU to run on here (%s)' % (seen or 'and no torch'))
+    print('%s (%s), torch %s, with %s' % (info['gpu'], info['sm'], info['torch'], shown([py])), flush=True)
+    env = dict(PYTHONPATH=path, PATH=str(Path(py).parent)+os.pathsep+os.environ.get('PATH', ''))
+    tmp, bad = ROOT/'.pytest_cache'/'gpu', []
+    shutil.rmtree(str(tmp), ignore_errors=True); tmp.mkdir(parents=True)
+    run([py, '-c', 'from xtrain.kernels import backend; print("kernels: %s (%s)" % backend())'], 'build the kernels', check=False, **env)
+    only = args.only.split(',') if args.only else ['notebooks', 'pytest']
+    n = passed = failed = skipped = 0
+    if 'notebooks' in only and not info['nbdev']:
+        bad.append('notebooks: not run, %s has no nbdev. Install it: pip install -c constraints.txt nbdev execnb fastcore ghapi fastgit psutil; without a network: '
+                   'python tools/make.py wheels DIR elsewhere, then make gpu WHEELS=DIR' % shown([py]))
+    elif 'notebooks' in only:
+        cmd = [py, 'tools/notebooks.py', 'run', '--gpu', '--timeout', '600', '--counts', tmp/'run'] + (['--write', args.write] if args.write else [])
+        if run(cmd, 'notebooks with GPU cells', check=False, **env): bad.append('notebooks')
+        if (tmp/'run').exists(): n, f = map(int, (tmp/'run').read_text().split()); failed += f
+    if 'pytest' in only:
+        if run([py, '-m', 'pytest', 'tests/gpu', '-o', 'junit_family=xunit1', '--durations=5', '--junitxml=%s' % (tmp/'pytest.xml')], 'tests/gpu', check=False, **env): bad.append('pytest')
+        if (tmp/'pytest.xml').exists():
+            import xml.etree.ElementTree as ET
+            for s in ET.parse(str(tmp/'pytest.xml')).getroot().iter('testsuite'):
+                k = {k: int(s.get(k, 0)) for k in ('tests', 'failures', 'errors', 'skipped')}
+                failed += k['failures']+k['errors']; skipped += k['skipped']; passed += k['tests']-k['failures']-k['errors']-k['skipped']
+    print('\nTime:'); print_times()
+    for b in bad: print('failed: ' + b)
+    print('%d notebooks, %d tests passed%s%s on %s (%s), torch %s, in %.0f s' % (n, passed, ', %d failed' % max(failed, len(bad)) if bad else '', ', %d skipped' % skipped if skipped else '',
+          '%d x %s' % (info['n'], info['gpu']) if info['n'] > 1 else info['gpu'], info['sm'], info['torch'], time.time()-start))
+    if bad: sys.exit(1)
+
+
+def wheels(args):
+    "Fetch what the notebook runner needs into a folder, for a Linux machine without a network"
+    if not args.dir: stop('wheels: say where: python tools/make.py wheels DIR [--python 3.12]')
+    import re
+    norm = lambda s: re.sub('[-_.]+', '-', s).lower()
+    pins = dict((norm(l.split('==')[0]), l.strip()) for l in (ROOT/'constraints.txt').read_text().splitlines() if '==' in l)
+    plats = [a for v in ('2_28', '2_17', '2014', '2010', '2_12') for a in ('--platform', ('manylinux_%s_x86_64' if '_' in v else 'manylinux%s_x86_64') % v)]
+    run([BIN/'python' if venv_version() else sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check', '--no-deps', '--only-binary=:all:', '--python-version', args.python,
+         '--implementation', 'cp'] + plats + ['-d', args.dir] + [pins[norm(p)] for p in NBDEV])
+    print('%d wheels in %s' % (len(list(Path(args.dir).glob('*.whl'))), args.dir))
+
+
 def docs(args):
     "Build docs/ and README.md from the notebooks"
     setup('dev', args.chosen)
@@ -180,10 +256,14 @@ def docs(args):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('command', choices=['loop', 'test', 'docs', 'setup'])
+    p.add_argument('command', choices=['loop', 'test', 'gpu', 'docs', 'setup', 'wheels'])
+    p.add_argument('dir', nargs='?', help='wheels: where to put them')
     p.add_argument('--chosen', action='store_true', help='this Python was asked for by name, so the environment must be of the same version')
     p.add_argument('--fresh', action='store_true', help='loop: train again even if runs/loop is trained')
-    p.add_argument('--only', default='', help='test: only these stages (fresh,notebooks,pytest)')
+    p.add_argument('--only', default='', help='test: only these stages (fresh,notebooks,pytest); gpu: notebooks,pytest')
+    p.add_argument('--write', metavar='DIR', help='gpu: save the notebooks there with the outputs of their GPU cells')
+    p.add_argument('--wheels', metavar='DIR', help='gpu: install these wheels beside the Python that is here, without a network')
+    p.add_argument('--python', default='3.12', help='wheels: the version of Python they are for')
     args = p.parse_args()
     if args.command == 'setup': setup('dev', args.chosen)
     else: globals()[args.command](args)

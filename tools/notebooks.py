@@ -1,5 +1,8 @@
 """Check and run the notebooks: `python tools/notebooks.py check | fresh | run`
 
+On a machine with a GPU, `run --gpu` runs those that have `#| cuda` cells, these cells included, one at a time; with
+`--write DIR` it also saves them there with what those cells put out, every other byte as it was.
+
 nbdev runs and exports them. What this adds is what nbdev leaves open: a notebook that is not valid JSON is named;
 each runs alone, in its own copy of the checkout, so a file it leaves behind is found and named; one whose process is
 killed or that never ends is named too, with the cell. The surroundings are unfriendly on purpose: no home folder, the C
@@ -48,6 +51,12 @@ def copy_project(root, dest, but=('docs/',)):
 def snapshot(d):
     "Contents of every file under `d` that is not a cache"
     return {p.relative_to(d).as_posix(): p.read_bytes() for p in _walk(d)}
+
+
+def is_gpu(cell): return cell['cell_type'] == 'code' and ''.join(cell['source']).lstrip().startswith('#| cuda')
+
+
+def has_gpu_cells(nb): return any(map(is_gpu, json.loads(Path(nb).read_text(encoding='utf-8'))['cells']))
 
 
 def notebooks(root):
@@ -112,11 +121,11 @@ def stale(root):
 
 def unfriendly(tmp, workers):
     "The environment a notebook runs in"
-    for d in ('mpl', 'ipython'): (tmp/d).mkdir(exist_ok=True)
+    for d in ('mpl', 'ipython', 'triton', 'inductor'): (tmp/d).mkdir(exist_ok=True)
     cores = os.cpu_count() or 1
     keep = {k: v for k,v in os.environ.items() if not k.startswith(('LC_', 'JUPYTER', 'XDG_'))}
     return dict(keep, HOME='/dev/null/home', LANG='C', LC_ALL='C', TZ='Asia/Kathmandu', MPLBACKEND='agg', MPLCONFIGDIR=str(tmp/'mpl'),
-                IPYTHONDIR=str(tmp/'ipython'), PYTHONDONTWRITEBYTECODE='1', OMP_NUM_THREADS=str(max(1, cores//workers)))
+                IPYTHONDIR=str(tmp/'ipython'), TRITON_CACHE_DIR=str(tmp/'triton'), TORCHINDUCTOR_CACHE_DIR=str(tmp/'inductor'), PYTHONDONTWRITEBYTECODE='1', OMP_NUM_THREADS=str(max(1, cores//workers)))
 
 
 def no_network():
@@ -127,7 +136,7 @@ def no_network():
     return cmd if ok else []
 
 
-def run_one(nb, root, timeout=300, flags='', workers=1, prefix=()):
+def run_one(nb, root, timeout=300, flags='', workers=1, prefix=(), write=None):
     "Run one notebook alone in a copy of the checkout; `(seconds, why it failed or None)`"
     name = _short(nb, root)
     with tempfile.TemporaryDirectory(prefix='xtrain-nb-') as tmp:
@@ -135,7 +144,7 @@ def run_one(nb, root, timeout=300, flags='', workers=1, prefix=()):
         copy = copy_project(root, tmp/'checkout')
         before, start = snapshot(copy), time.time()
         with open(tmp/'log', 'w+b') as log:
-            p = subprocess.Popen([*prefix, sys.executable, str(HERE), '_child', str(copy/name), str(tmp/'cell'), flags], cwd=copy,
+            p = subprocess.Popen([*prefix, sys.executable, str(HERE), '_child', str(copy/name), str(tmp/'cell'), flags, str(tmp/'outputs') if write else ''], cwd=copy,
                                  env=unfriendly(tmp, workers), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             try: code = p.wait(timeout)
             except subprocess.TimeoutExpired: code = None
@@ -147,6 +156,7 @@ def run_one(nb, root, timeout=300, flags='', workers=1, prefix=()):
             where = (tmp/'cell').read_text(encoding='utf-8') if (tmp/'cell').exists() else 'the start, before its first cell'
             log.seek(0); said = log.read().decode('utf-8', 'replace').strip().replace(str(copy)+os.sep, '')
         after = snapshot(copy)
+        outputs = json.loads((tmp/'outputs').read_text(encoding='utf-8')) if code == 0 and write else {}
     if code is None: return secs, f'not at its end after {timeout:.0f} s, in {where}'
     if code < 0 or code > 128:
         n = -code if code < 0 else code-128
@@ -154,10 +164,27 @@ def run_one(nb, root, timeout=300, flags='', workers=1, prefix=()):
     if code: return secs, f'failed in {where}\n{said}'
     left = sorted(f for f in before.keys() | after.keys() if before.get(f) != after.get(f))
     if left: return secs, f'leaves or changes files: {", ".join(left[:5])}'
+    if said and write: print(f'  {name}:\n{said}', flush=True)
+    if write: (Path(write)/Path(nb).name).write_text(with_outputs(nb, outputs, [str(copy), str(tmp)]), encoding='utf-8')
     return secs, None
 
 
-def child(nb, cell_file, flags):
+def with_outputs(nb, outputs, private=()):
+    "The notebook's text with `outputs` (cell id -> list) in place of the old ones, as nbdev_clean would write it"
+    def whole(v): return ''.join(v) if isinstance(v, list) else v
+    def clean(o):
+        o = {k: whole(v) if k == 'text' else v for k,v in o.items()}
+        if 'data' in o: o['data'] = {k: whole(v) for k,v in o['data'].items()}
+        return o
+    d = json.loads(Path(nb).read_text(encoding='utf-8'))
+    for c in d['cells']:
+        if c.get('id') in outputs: c['outputs'] = [clean(o) for o in outputs[c['id']] if o.get('name') != 'stderr']
+    text = json.dumps(d, sort_keys=True, indent=1, ensure_ascii=False)+'\n'
+    for p in private: text = text.replace(p+'/', '').replace(p, '.')
+    return text
+
+
+def child(nb, cell_file, flags, outputs_file=''):
     "Inside the new process: run the notebook with nbdev, noting each cell before it starts"
     nb = Path(nb)
     try:  # bring up the loopback of the empty network that `unshare` made
@@ -166,26 +193,34 @@ def child(nb, cell_file, flags):
     except (ImportError, OSError): pass
     import nbdev.test
     from nbdev.config import get_config
+    kept = {}
     class Noting(nbdev.test.CaptureShell):
+        def __init__(self, path): super().__init__(path, mpl_format='png')
         def cell(self, cell, **kw):
             if cell.cell_type == 'code':
                 code = [l for l in cell.source.splitlines() if l.strip() and not l.lstrip().startswith('#')]
                 Path(cell_file).write_text(f'cell {cell.idx_+1}: {code[0].strip()[:80] if code else ""}', encoding='utf-8')
-            return super().cell(cell, **kw)
+            cell.outputs = []
+            super().cell(cell, **kw)
+            if outputs_file and 'cuda' in (getattr(cell, 'directives_', None) or {}):
+                kept[cell.id] = cell.outputs
+                for o in cell.outputs:  # not kept: warnings name the machine
+                    if o.get('name') == 'stderr': print(f'  stderr of cell {cell.idx_+1}: {"".join(o["text"]).strip()}', flush=True)
     nbdev.test.CaptureShell = Noting
     cfg = get_config()
     ok,_ = nbdev.test.test_nb(nb, skip_flags=cfg.tst_flags.split(), force_flags=flags.split(), basepath=cfg.config_path)
+    if outputs_file: Path(outputs_file).write_text(json.dumps(kept), encoding='utf-8')
     sys.stdout.flush(); sys.stderr.flush()
     os._exit(0 if ok else 1)  # a thread a notebook left running must not keep the process
 
 
-def run(nbs, root, workers=2, timeout=300, flags='', slow=120):
+def run(nbs, root, workers=2, timeout=300, flags='', slow=120, write=None):
     "Run every notebook; how many passed and failed"
-    prefix, failed, secs = no_network(), [], {}
+    prefix, failed, secs = [] if 'cuda' in flags.split() else no_network(), [], {}
     print(f'{len(nbs)} notebooks, {workers} at a time, each alone in a fresh copy; C locale, no home folder, '
-          f'{"no network" if prefix else "network left on (no unshare here)"}', flush=True)
+          f'{"no network" if prefix else "network left as it is"}', flush=True)
     def one(nb):
-        s,why = run_one(nb, root, timeout, flags, workers, prefix)
+        s,why = run_one(nb, root, timeout, flags, workers, prefix, write)
         secs[nb] = s
         print(f'  {"FAIL" if why else "ok  "} {_short(nb, root):34} {s:6.1f} s' + (f'  over {slow} s' if s > slow and not why else ''), flush=True)
         if why: failed.append((nb, why))
@@ -203,16 +238,23 @@ def main(argv=None):
     p.add_argument('--workers', type=int, default=2, help='notebooks at a time')
     p.add_argument('--timeout', type=float, default=300, help='seconds one notebook may take')
     p.add_argument('--flags', default='', help='run cells with these flags too, such as "cuda"')
+    p.add_argument('--gpu', action='store_true', help='only notebooks with `#| cuda` cells, these cells too, one at a time')
+    p.add_argument('--write', type=Path, metavar='DIR', help='save notebooks there with new outputs of their `#| cuda` cells')
     p.add_argument('--counts', type=Path, help='write "passed failed" to this file')
     a = p.parse_args(argv)
     nbs = [n.resolve() for n in a.notebooks] or notebooks(a.root)
+    if a.gpu:
+        a.flags, a.workers = f'{a.flags} cuda'.strip(), 1
+        nbs = [n for n in nbs if problem(n) or has_gpu_cells(n)]
+        if a.write: a.write.mkdir(parents=True, exist_ok=True)
+    elif a.write: sys.exit('--write goes with --gpu')
     if not nbs: sys.exit('no notebooks found')
     passed,failed = check(nbs, a.root)
     if a.command == 'fresh' and not failed:
         bad = stale(a.root)
         print('\n'.join(bad) or f'{len(nbs)} notebooks are clean and the modules are what they export')
         passed, failed = passed+1-bool(bad), failed+bool(bad)
-    if a.command == 'run' and not failed: passed,failed = run(nbs, a.root, a.workers, a.timeout, a.flags)
+    if a.command == 'run' and not failed: passed,failed = run(nbs, a.root, a.workers, a.timeout, a.flags, write=a.write and a.write.resolve())
     if a.counts: a.counts.write_text(f'{passed} {failed}')
     sys.exit(bool(failed))
 
