@@ -38,11 +38,37 @@ template <class T> __device__ __forceinline__ float gain(const void* w, bool w_f
     return w_f32 ? static_cast<const float*>(w)[i] : to_float(static_cast<const T*>(w)[i]);
 }
 
+// Two neighbours at once, or one element where there is no neighbour. A product or sum is rounded once to T and never
+// contracted into an fma, so it has the bits of torch's own op.
+template <class T> struct PairOf;
+template <> struct PairOf<float> { using type = float2; };
+template <> struct PairOf<bf16> { using type = __nv_bfloat162; };
+template <> struct PairOf<half_t> { using type = __half2; };
+__device__ __forceinline__ float2 to_floats(float2 x) { return x; }
+__device__ __forceinline__ float2 to_floats(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ __forceinline__ float2 to_floats(__half2 x) { return __half22float2(x); }
+template <class P> __device__ __forceinline__ P from_floats(float x, float y);
+template <> __device__ __forceinline__ float2 from_floats<float2>(float x, float y) { return {x, y}; }
+template <> __device__ __forceinline__ __nv_bfloat162 from_floats<__nv_bfloat162>(float x, float y) { return __floats2bfloat162_rn(x, y); }
+template <> __device__ __forceinline__ __half2 from_floats<__half2>(float x, float y) { return __floats2half2_rn(x, y); }
+__device__ __forceinline__ float2 mul_rn(float2 a, float2 b) { return {__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y)}; }
+__device__ __forceinline__ __nv_bfloat162 mul_rn(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmul2_rn(a, b); }
+__device__ __forceinline__ __half2 mul_rn(__half2 a, __half2 b) { return __hmul2_rn(a, b); }
+__device__ __forceinline__ float2 add_rn(float2 a, float2 b) { return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y)}; }
+__device__ __forceinline__ __nv_bfloat162 add_rn(__nv_bfloat162 a, __nv_bfloat162 b) { return __hadd2_rn(a, b); }
+__device__ __forceinline__ __half2 add_rn(__half2 a, __half2 b) { return __hadd2_rn(a, b); }
+__device__ __forceinline__ float2 negative(float2 a) { return {-a.x, -a.y}; }
+__device__ __forceinline__ __nv_bfloat162 negative(__nv_bfloat162 a) { return __hneg2(a); }
+__device__ __forceinline__ __half2 negative(__half2 a) { return __hneg2(a); }
+
 // N elements that move as one load or store; N * sizeof(T) is 16 on the fast path. Kept packed: half the registers of floats.
 template <class T, int N> struct alignas(sizeof(T) * N) Vec {
     T v[N];
     __device__ __forceinline__ float operator[](int i) const { return to_float(v[i]); }
     __device__ __forceinline__ void set(int i, float x) { v[i] = from_float<T>(x); }
+    using P = typename PairOf<T>::type;
+    __device__ __forceinline__ P& pair(int i) { return reinterpret_cast<P*>(v)[i]; }
+    __device__ __forceinline__ const P& pair(int i) const { return reinterpret_cast<const P*>(v)[i]; }
     __device__ __forceinline__ static Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
     __device__ __forceinline__ void store(T* p) const { *reinterpret_cast<Vec*>(p) = *this; }
 };

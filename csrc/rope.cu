@@ -1,212 +1,288 @@
 // Rotary embedding, rotate-half: y = x*cos + rotate_half(x)*sin, and the same behind a per-head RMSNorm (QK-norm) in one pass.
-// A head is a row of D channels; one thread holds the same VEC channels of both halves, so a rotation needs no exchange.
+// A head is a row of D channels; one lane holds the same VEC channels of both halves, so a rotation needs no exchange.
+// A group of lanes turns HEADS heads of one token: their loads are all in flight together, and the tables are read once for
+// them. Every product and sum is rounded to T where torch's ops would round, so rope has the bits of `rope_ref`.
 // The gradient of a rotation is the rotation back. dw of the norm is summed per block over a fixed set of rows, then in block order.
 #include "common.cuh"
 
 #ifdef __CUDACC__
-#ifndef ROPE_BLOCKS
-#define ROPE_BLOCKS 4
+// Heads that one group of lanes turns at once, and threads of a block
+#ifndef TURN_HEADS
+#define TURN_HEADS 4
+#define TURN_THREADS 128
+#define GRAD_HEADS 2
+#define GRAD_THREADS 128
 #endif
-// x is [B, H, T, D] with any strides but a dense last axis; its rows are walked in memory order, `tpr` threads a row.
+
+struct Strides { int64_t b, h, t; };
+// x is [B, H, T, D] with any strides but a dense last axis. An item is one token and every `groups`-th of its heads; items are
+// numbered in the order of x's memory, so that neighbouring lanes touch neighbouring addresses.
 struct Shape {
-    int64_t B, H, T, xb, xh, xt, yb, yh, yt, gb, gh, gt, tb;      // strides of x, of the result, of the gradient; tb: of the tables' batch axis, 0 if shared
-    int D, tpr;
+    int64_t B, H, T, items;
+    Strides x, y, g, cs, sn;                                      // of x, the result, the gradient and the tables (0: the axis is shared)
+    int D, lanes, groups;
     bool heads_inside;                                            // memory order B, T, H (what a projection writes), else B, H, T
-    __device__ __forceinline__ void split(int64_t row, int64_t& b, int64_t& h, int64_t& t) const {
-        const int64_t n1 = heads_inside ? H : T, n2 = heads_inside ? T : H;
+    __device__ __forceinline__ void split(int64_t item, int64_t& b, int64_t& h, int64_t& t) const {
+        const int64_t n1 = heads_inside ? groups : T, n2 = heads_inside ? T : groups;
         int64_t i1, i2;
-        if (row >> 31) { i1 = row % n1; row /= n1; i2 = row % n2; b = row / n2; }
+        if (item >> 31) { i1 = item % n1; item /= n1; i2 = item % n2; b = item / n2; }
         else {                                                    // 32-bit division is several times cheaper
-            unsigned r = (unsigned)row, m1 = (unsigned)n1, m2 = (unsigned)n2;
+            unsigned r = (unsigned)item, m1 = (unsigned)n1, m2 = (unsigned)n2;
             i1 = r % m1; r /= m1; i2 = r % m2; b = r / m2;
         }
         h = heads_inside ? i1 : i2; t = heads_inside ? i2 : i1;
     }
+    __device__ __forceinline__ int64_t heads(int64_t h) const { return (H - h + groups - 1) / groups; }
 };
-template <class T, int VEC, bool NORM>
-__global__ void __launch_bounds__(256) fwd_kernel(const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32, T* __restrict__ y, Shape S, float eps) {
-    using V = Vec<T, VEC>;
-    const int lane = threadIdx.x % S.tpr, half = S.D / 2;
-    const int64_t row = blockIdx.x * (int64_t)(blockDim.x / S.tpr) + threadIdx.x / S.tpr;
-    const bool live = row < S.B * S.H * S.T;
+__device__ __forceinline__ int64_t place(const Strides& s, int64_t b, int64_t h, int64_t t) { return b * s.b + h * s.h + t * s.t; }
+
+template <class T, int VEC> using Half = Vec<T, VEC>;             // one lane's channels of one half of a head
+template <class T, int VEC> struct Head { Half<T, VEC> lo, hi; };
+template <class T, int VEC> __device__ __forceinline__ Head<T, VEC> load_head(const T* p, int half) { return {Half<T, VEC>::load(p), Half<T, VEC>::load(p + half)}; }
+
+// One rounded product or sum for a lane's channels: in pairs, or one by one where VEC is 1
+template <class T, int VEC> __device__ __forceinline__ Half<T, VEC> times(const Half<T, VEC>& a, const Half<T, VEC>& b) {
+    Half<T, VEC> o;
+    if constexpr (VEC == 1) o.set(0, a[0] * b[0]);
+    else
+#pragma unroll
+        for (int i = 0; i < VEC / 2; i++) o.pair(i) = mul_rn(a.pair(i), b.pair(i));
+    return o;
+}
+template <class T, int VEC> __device__ __forceinline__ Half<T, VEC> plus(const Half<T, VEC>& a, const Half<T, VEC>& b) {
+    Half<T, VEC> o;
+    if constexpr (VEC == 1) o.set(0, a[0] + b[0]);
+    else
+#pragma unroll
+        for (int i = 0; i < VEC / 2; i++) o.pair(i) = add_rn(a.pair(i), b.pair(i));
+    return o;
+}
+template <class T, int VEC> __device__ __forceinline__ Half<T, VEC> minus(Half<T, VEC> a) {
+    if constexpr (VEC == 1) a.set(0, -a[0]);
+    else
+#pragma unroll
+        for (int i = 0; i < VEC / 2; i++) a.pair(i) = negative(a.pair(i));
+    return a;
+}
+// w * round(x * r), rounded again: the order of roundings of rms_norm
+template <class T, int VEC> __device__ __forceinline__ Half<T, VEC> normed(const Half<T, VEC>& x, float r, const Half<T, VEC>& w) {
+    Half<T, VEC> o;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) o.set(i, x[i] * r);
+    return times(w, o);
+}
+template <class T, int VEC> __device__ __forceinline__ Half<T, VEC> load_gain(const void* w, bool w_f32, int i) {
+    Half<T, VEC> o;
+#pragma unroll
+    for (int k = 0; k < VEC; k++) o.set(k, gain<T>(w, w_f32, i + k));
+    return o;
+}
+// Sums over `lanes` neighbouring lanes of N numbers at once, so that their exchanges overlap
+template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int lanes) {
+    for (int o = lanes >> 1; o; o >>= 1)
+#pragma unroll
+        for (int k = 0; k < N; k++) x[k] += __shfl_xor_sync(~0u, x[k], o);
+}
+
+// y = turn(x) or turn(norm(x)); BACK turns by the negative angle, which is the gradient.
+template <class T, int VEC, int HEADS, bool NORM, bool BACK>
+__global__ void __launch_bounds__(TURN_THREADS) turn_kernel(const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32, T* __restrict__ y, Shape S, float eps) {
+    const int lane = threadIdx.x % S.lanes, half = S.D / 2;
+    const int64_t item = blockIdx.x * (int64_t)(blockDim.x / S.lanes) + threadIdx.x / S.lanes;
     int64_t b, h, t;
-    S.split(live ? row : 0, b, h, t);
-    const T* px = x + b * S.xb + h * S.xh + t * S.xt;
-    T* py = y + b * S.yb + h * S.yh + t * S.yt;
-    const int64_t tab = b * S.tb + t * S.D;
-    for (int c0 = 0; c0 < half; c0 += S.tpr * VEC) {              // one turn, except for rows too wide or ragged for vectors
-        const int c = c0 + lane * VEC;
-        const bool on = live && c < half;
-        V lo, hi, a, z;
-        if (on) { lo = V::load(px + c); hi = V::load(px + half + c); }
-        float r = 1.f;
-        if (NORM) {
-            float ss = 0.f;
-            if (on)
+    S.split(item < S.items ? item : 0, b, h, t);
+    const int64_t heads = item < S.items ? S.heads(h) : 0;
+    const T* px = x + place(S.x, b, h, t);
+    T* py = y + place(S.y, b, h, t);
+    const T *pc = cs + place(S.cs, b, h, t), *ps = sn + place(S.sn, b, h, t);
+    const int64_t dx = S.groups * S.x.h, dy = S.groups * S.y.h;
+    for (int c = lane * VEC; c < half || (NORM && c == lane * VEC); c += S.lanes * VEC) {      // one turn, except for wide or ragged heads
+        const bool on = c < half;
+        Head<T, VEC> v[HEADS];
 #pragma unroll
-                for (int i = 0; i < VEC; i++) ss += lo[i] * lo[i] + hi[i] * hi[i];
-            r = __frsqrt_rn(lane_sum(ss, S.tpr) / S.D + eps);
-        }
-        if (!on) continue;
-        const V c1 = V::load(cs + tab + c), c2 = V::load(cs + tab + half + c), s1 = V::load(sn + tab + c), s2 = V::load(sn + tab + half + c);
+        for (int k = 0; k < HEADS; k++) if (on && k < heads) v[k] = load_head<T, VEC>(px + k * dx + c, half);
+        Head<T, VEC> cv, sv;
+        if (on && heads) { cv = load_head<T, VEC>(pc + c, half); sv = load_head<T, VEC>(ps + c, half); }
+        if constexpr (NORM) {
+            float ss[HEADS] = {};
 #pragma unroll
-        for (int i = 0; i < VEC; i++) {
-            const float p = NORM ? gain<T>(w, w_f32, c + i) * (lo[i] * r) : lo[i], q = NORM ? gain<T>(w, w_f32, half + c + i) * (hi[i] * r) : hi[i];
-            a.set(i, p * c1[i] - q * s1[i]);
-            z.set(i, q * c2[i] + p * s2[i]);
+            for (int k = 0; k < HEADS; k++) if (on && k < heads)
+#pragma unroll
+                for (int i = 0; i < VEC; i++) ss[k] += v[k].lo[i] * v[k].lo[i] + v[k].hi[i] * v[k].hi[i];
+            lane_sums(ss, S.lanes);
+            if (on && heads) {
+                const Half<T, VEC> w1 = load_gain<T, VEC>(w, w_f32, c), w2 = load_gain<T, VEC>(w, w_f32, half + c);
+#pragma unroll
+                for (int k = 0; k < HEADS; k++) {
+                    const float r = __frsqrt_rn(ss[k] / S.D + eps);
+                    v[k].lo = normed(v[k].lo, r, w1); v[k].hi = normed(v[k].hi, r, w2);
+                }
+            }
         }
-        a.store(py + c); z.store(py + half + c);
+        const Half<T, VEC> s1 = BACK ? sv.hi : minus(sv.lo), s2 = BACK ? minus(sv.lo) : sv.hi;
+#pragma unroll
+        for (int k = 0; k < HEADS; k++) if (on && k < heads) {
+            plus(times(v[k].lo, cv.lo), times(v[k].hi, s1)).store(py + k * dy + c);
+            plus(times(v[k].hi, cv.hi), times(v[k].lo, s2)).store(py + k * dy + half + c);
+        }
     }
 }
 
-template <class T, int VEC, bool NORM>
-__global__ void __launch_bounds__(256) bwd_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32,
-                                                  T* __restrict__ dx, float* __restrict__ dw_part, Shape S, float eps) {
-    using V = Vec<T, VEC>;
+// Gradient of turn(norm(x)). With a = the gradient turned back, r = 1/rms and k = mean(a*w*x) * r^2:
+// dx = r * (a*w - x*k),  dw = sum over heads and tokens of a * x * r.  All in float32, rounded once.
+template <class T, int VEC, int HEADS>
+__global__ void __launch_bounds__(GRAD_THREADS) grad_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32,
+                                                            T* __restrict__ dx, float* __restrict__ dw_part, Shape S, float eps) {
     extern __shared__ float acc[];
-    const int lane = threadIdx.x % S.tpr, slot = threadIdx.x / S.tpr, per_block = blockDim.x / S.tpr, half = S.D / 2;
-    const int64_t rows = S.B * S.H * S.T;
-    float dw1[VEC] = {}, dw2[VEC] = {}, w1[VEC], w2[VEC];
-    if (NORM && lane * VEC < half)
-#pragma unroll
-        for (int i = 0; i < VEC; i++) { w1[i] = gain<T>(w, w_f32, lane * VEC + i); w2[i] = gain<T>(w, w_f32, half + lane * VEC + i); }
-    for (int64_t base = blockIdx.x * (int64_t)per_block; base < rows; base += (int64_t)gridDim.x * per_block) {
-        const int64_t row = base + slot;
-        const bool live = row < rows;
+    const int lane = threadIdx.x % S.lanes, slot = threadIdx.x / S.lanes, slots = blockDim.x / S.lanes, half = S.D / 2, c = lane * VEC;
+    const bool on = c < half;
+    float dw1[VEC] = {}, dw2[VEC] = {};
+    Half<T, VEC> w1, w2;
+    if (on) { w1 = load_gain<T, VEC>(w, w_f32, c); w2 = load_gain<T, VEC>(w, w_f32, half + c); }
+    for (int64_t base = blockIdx.x * (int64_t)slots; base < S.items; base += (int64_t)gridDim.x * slots) {
+        const int64_t item = base + slot;
         int64_t b, h, t;
-        S.split(live ? row : 0, b, h, t);
-        const T *pg = g + b * S.gb + h * S.gh + t * S.gt, *px = x + b * S.xb + h * S.xh + t * S.xt;
-        T* pd = dx + b * S.yb + h * S.yh + t * S.yt;
-        const int64_t tab = b * S.tb + t * S.D;
-        for (int c0 = 0; c0 < half; c0 += S.tpr * VEC) {
-            const int c = c0 + lane * VEC;
-            const bool on = live && c < half;
-            V g1, g2, x1, x2, o1, o2;
-            float a[VEC], z[VEC];
-            if (on) {
-                g1 = V::load(pg + c); g2 = V::load(pg + half + c);
-                if (NORM) { x1 = V::load(px + c); x2 = V::load(px + half + c); }
-                const V c1 = V::load(cs + tab + c), c2 = V::load(cs + tab + half + c), s1 = V::load(sn + tab + c), s2 = V::load(sn + tab + half + c);
+        S.split(item < S.items ? item : 0, b, h, t);
+        const int64_t heads = on && item < S.items ? S.heads(h) : 0;
+        const T *pg = g + place(S.g, b, h, t) + c, *px = x + place(S.x, b, h, t) + c;
+        T* pd = dx + place(S.y, b, h, t) + c;
+        Head<T, VEC> gv[HEADS], xv[HEADS], cv, sv;
 #pragma unroll
-                for (int i = 0; i < VEC; i++) { a[i] = g1[i] * c1[i] + g2[i] * s2[i]; z[i] = g2[i] * c2[i] - g1[i] * s1[i]; }
+        for (int k = 0; k < HEADS; k++) if (k < heads) {
+            xv[k] = load_head<T, VEC>(px + k * S.groups * S.x.h, half);
+            gv[k] = load_head<T, VEC>(pg + k * S.groups * S.g.h, half);
+        }
+        if (heads) { cv = load_head<T, VEC>(cs + place(S.cs, b, h, t) + c, half); sv = load_head<T, VEC>(sn + place(S.sn, b, h, t) + c, half); }
+        auto back1 = [&](int k, int i) { return gv[k].lo[i] * cv.lo[i] + gv[k].hi[i] * sv.hi[i]; };
+        auto back2 = [&](int k, int i) { return gv[k].hi[i] * cv.hi[i] - gv[k].lo[i] * sv.lo[i]; };
+        float sums[2 * HEADS] = {};                               // x^2 and a*w*x of each head
+#pragma unroll
+        for (int k = 0; k < HEADS; k++) if (k < heads)
+#pragma unroll
+            for (int i = 0; i < VEC; i++) {
+                sums[2 * k] += xv[k].lo[i] * xv[k].lo[i] + xv[k].hi[i] * xv[k].hi[i];
+                sums[2 * k + 1] += back1(k, i) * w1[i] * xv[k].lo[i] + back2(k, i) * w2[i] * xv[k].hi[i];
             }
-            if (NORM) {
-                float ss = 0.f, dot = 0.f;
-                if (on)
+        lane_sums(sums, S.lanes);
 #pragma unroll
-                    for (int i = 0; i < VEC; i++) { ss += x1[i] * x1[i] + x2[i] * x2[i]; dot += a[i] * w1[i] * x1[i] + z[i] * w2[i] * x2[i]; }
-                const float r = __frsqrt_rn(lane_sum(ss, S.tpr) / S.D + eps), k = lane_sum(dot, S.tpr) / S.D * r * r;
-                if (on)
+        for (int k = 0; k < HEADS; k++) if (k < heads) {
+            const float r = __frsqrt_rn(sums[2 * k] / S.D + eps), m = sums[2 * k + 1] / S.D * r * r;
+            Half<T, VEC> o1, o2;
 #pragma unroll
-                    for (int i = 0; i < VEC; i++) {
-                        dw1[i] += a[i] * x1[i] * r; dw2[i] += z[i] * x2[i] * r;
-                        a[i] = r * (a[i] * w1[i] - x1[i] * k); z[i] = r * (z[i] * w2[i] - x2[i] * k);
-                    }
+            for (int i = 0; i < VEC; i++) {
+                const float a = back1(k, i), z = back2(k, i), u = xv[k].lo[i], v = xv[k].hi[i];
+                dw1[i] += a * (u * r); dw2[i] += z * (v * r);
+                o1.set(i, r * (a * w1[i] - u * m)); o2.set(i, r * (z * w2[i] - v * m));
             }
-            if (!on) continue;
-#pragma unroll
-            for (int i = 0; i < VEC; i++) { o1.set(i, a[i]); o2.set(i, z[i]); }
-            o1.store(pd + c); o2.store(pd + half + c);
+            o1.store(pd + k * S.groups * S.y.h); o2.store(pd + k * S.groups * S.y.h + half);
         }
     }
-    if (NORM) {                                                   // the block's share of dw: its row slots one after the other
-        const int c = lane * VEC;
-        if (c < half)
+    // the block's share of dw: its slots one after the other
+    if (on)
 #pragma unroll
-            for (int i = 0; i < VEC; i++) { acc[slot * S.D + c + i] = dw1[i]; acc[slot * S.D + half + c + i] = dw2[i]; }
-        __syncthreads();
-        for (int k = threadIdx.x; k < S.D; k += blockDim.x) {
-            float s = 0.f;
-            for (int j = 0; j < per_block; j++) s += acc[j * S.D + k];
-            dw_part[blockIdx.x * (int64_t)S.D + k] = s;
-        }
+        for (int i = 0; i < VEC; i++) { acc[slot * S.D + c + i] = dw1[i]; acc[slot * S.D + half + c + i] = dw2[i]; }
+    __syncthreads();
+    for (int j = threadIdx.x; j < S.D; j += blockDim.x) {
+        float s = 0.f;
+        for (int k = 0; k < slots; k++) s += acc[k * S.D + j];
+        dw_part[blockIdx.x * (int64_t)S.D + j] = s;
     }
 }
 
-inline Tensor dense_last(const Tensor& x) { return x.stride(3) == 1 ? x : torch::stable::contiguous(x); }
-inline bool vector_ok(const Tensor& t, int vec) {
+inline Tensor dense_last(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x); }
+// Do rows begin at 16-byte boundaries?
+inline bool vectors(const Tensor& t, int vec) {
     if (!aligned16(t.const_data_ptr())) return false;
-    for (int i = 0; i < 3; i++) if (t.stride(i) % vec) return false;
+    for (int i = 0; i + 1 < t.dim(); i++) if (t.size(i) > 1 && t.stride(i) % vec) return false;
     return true;
 }
-Shape shape_of(const Tensor& x, const Tensor& y, const Tensor& g, const Tensor& cs, int tpr) {
-    Shape S{x.size(0), x.size(1), x.size(2), x.stride(0), x.stride(1), x.stride(2), y.stride(0), y.stride(1), y.stride(2), g.stride(0), g.stride(1), g.stride(2), 0, (int)x.size(3), tpr, x.stride(2) >= x.stride(1)};
-    if (cs.numel() != S.T * S.D) S.tb = S.T * S.D;
+inline Tensor with_vectors(const Tensor& t, int vec) { return vectors(t, vec) ? t : torch::stable::clone(t); }
+// Strides of the axes B, H, T of a tensor in that order, or of a table that broadcasts to it
+inline Strides strides_of(const Tensor& t) {
+    const int n = (int)t.dim();
+    auto stride = [&](int i) { return n > i && t.size(n - 1 - i) > 1 ? (int64_t)t.stride(n - 1 - i) : 0; };
+    return {stride(3), stride(2), stride(1)};
+}
+template <int HEADS> Shape shape_of(const Tensor& x, const Tensor& y, const Tensor& g, const Tensor& cs, const Tensor& sn, int lanes) {
+    Shape S{x.size(0), x.size(1), x.size(2), 0, strides_of(x), strides_of(y), strides_of(g), strides_of(cs), strides_of(sn), (int)x.size(3), lanes, 0, false};
+    S.heads_inside = S.x.t >= S.x.h;
+    S.groups = (int)ceil_div(S.H, HEADS);
+    S.items = S.B * S.T * S.groups;
     return S;
 }
 
-template <bool NORM> Tensor forward(const Tensor& x_, const Tensor& cs_, const Tensor& sn_, const Tensor* w, double eps) {
-    const Tensor x = dense_last(x_), cs = torch::stable::contiguous(cs_), sn = torch::stable::contiguous(sn_);
-    Tensor y = torch::stable::empty_like(x);
-    const int D = (int)x.size(3);
-    const int64_t n = x.numel() / (D ? D : 1);
-    if (!n || !D) return y;
-    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    const cudaStream_t s = stream_of(x);
+// x and y are [B, H, T, D] of any memory order
+template <bool NORM, bool BACK> void turn(const Tensor& x_, const Tensor& cs_, const Tensor& sn_, const Tensor* w, double eps, Tensor& y) {
+    if (!x_.numel()) return;
+    const int D = (int)x_.size(3);
+    torch::stable::accelerator::DeviceGuard guard(x_.get_device_index());
+    const cudaStream_t s = stream_of(x_);
     const bool w_f32 = NORM && w->scalar_type() == ScalarType::Float;
-    DISPATCH(x.scalar_type(), "rope", {
+    DISPATCH(x_.scalar_type(), "rope", {
         constexpr int VEC = 16 / sizeof(T);
-        const bool fast = D % (2 * VEC) == 0 && D <= 64 * VEC && vector_ok(x, VEC) && vector_ok(y, VEC) && aligned16(cs.const_data_ptr()) && aligned16(sn.const_data_ptr());
-        const int tpr = fast ? pow2_at_least(D / 2 / VEC) : NORM ? 32 : pow2_at_least(D / 2 < 32 ? D / 2 : 32);
-        STD_TORCH_CHECK(!NORM || fast || D <= 64, "qk_norm_rope: head_dim above 64 must be a multiple of ", 2 * VEC, " and 16-byte aligned; got ", D);
-        const Shape S = shape_of(x, y, x, cs, tpr);
-        const int64_t blocks = ceil_div(n, 256 / tpr);
+        const bool whole = D % (2 * VEC) == 0;
+        STD_TORCH_CHECK(!NORM || (whole && D <= 64 * VEC), "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC, " up to ", 64 * VEC, ", got ", D);
+        const Tensor x = whole ? with_vectors(dense_last(x_), VEC) : dense_last(x_), cs = whole ? with_vectors(dense_last(cs_), VEC) : dense_last(cs_), sn = whole ? with_vectors(dense_last(sn_), VEC) : dense_last(sn_);
+        const int vec = whole ? VEC : 1, lanes = pow2_at_least(D / 2 / vec < 32 ? D / 2 / vec : 32);
+        const bool shared = strides_of(cs).h == 0 && strides_of(sn).h == 0;      // one angle for all heads of a token
+        const Shape S = whole && shared ? shape_of<TURN_HEADS>(x, y, x, cs, sn, lanes) : shape_of<1>(x, y, x, cs, sn, lanes);
+        const int64_t blocks = ceil_div(S.items, TURN_THREADS / lanes);
         const T *px = (const T*)x.const_data_ptr(), *pc = (const T*)cs.const_data_ptr(), *ps = (const T*)sn.const_data_ptr();
         const void* pw = NORM ? w->const_data_ptr() : nullptr;
         T* py = (T*)y.mutable_data_ptr();
-        if (fast) fwd_kernel<T, VEC, NORM><<<blocks, 256, 0, s>>>(px, pc, ps, pw, w_f32, py, S, (float)eps);
-        else fwd_kernel<T, 1, NORM><<<blocks, 256, 0, s>>>(px, pc, ps, pw, w_f32, py, S, (float)eps);
+        if (whole && shared) turn_kernel<T, VEC, TURN_HEADS, NORM, BACK><<<blocks, TURN_THREADS, 0, s>>>(px, pc, ps, pw, w_f32, py, S, (float)eps);
+        else if (whole) turn_kernel<T, VEC, 1, NORM, BACK><<<blocks, TURN_THREADS, 0, s>>>(px, pc, ps, pw, w_f32, py, S, (float)eps);
+        else if constexpr (!NORM) turn_kernel<T, 1, 1, NORM, BACK><<<blocks, TURN_THREADS, 0, s>>>(px, pc, ps, pw, w_f32, py, S, (float)eps);
     });
-    check_launch("rope forward");
+    check_launch("rope");
+}
+Tensor rope(const Tensor& x, const Tensor& cs, const Tensor& sn) {
+    Tensor y = torch::stable::empty_like(dense_last(x));
+    turn<false, false>(x, cs, sn, nullptr, 0, y);
     return y;
 }
-template <bool NORM> void backward(const Tensor& g_, const Tensor& x, const Tensor& cs_, const Tensor& sn_, const Tensor* w, double eps, Tensor& dx, Tensor* dw) {
-    const Tensor g = dense_last(g_), cs = torch::stable::contiguous(cs_), sn = torch::stable::contiguous(sn_);
-    const int D = (int)g.size(3);
-    const int64_t n = g.numel() / (D ? D : 1);
-    if (!n || !D) { if (NORM) torch::stable::zero_(*dw); return; }
-    torch::stable::accelerator::DeviceGuard guard(g.get_device_index());
-    const cudaStream_t s = stream_of(g);
-    const bool w_f32 = NORM && w->scalar_type() == ScalarType::Float;
-    DISPATCH(g.scalar_type(), "rope", {
-        constexpr int VEC = 16 / sizeof(T);
-        const bool fast = D % (2 * VEC) == 0 && D <= 64 * VEC && vector_ok(x, VEC) && vector_ok(g, VEC) && vector_ok(dx, VEC) && aligned16(cs.const_data_ptr()) && aligned16(sn.const_data_ptr());
-        const int tpr = fast ? pow2_at_least(D / 2 / VEC) : NORM ? 32 : pow2_at_least(D / 2 < 32 ? D / 2 : 32);
-        const Shape S = shape_of(x, dx, g, cs, tpr);
-        int64_t blocks = ceil_div(n, 256 / tpr);
-        if (NORM && blocks > sm_count() * ROPE_BLOCKS) blocks = sm_count() * ROPE_BLOCKS;
-        Tensor part = g;
-        if (NORM) part = torch::stable::new_empty(g, {blocks, (int64_t)D}, ScalarType::Float);
-        float* pp = NORM ? (float*)part.mutable_data_ptr() : nullptr;
-        const size_t smem = NORM ? 256 / tpr * D * sizeof(float) : 0;
-        const T *pg = (const T*)g.const_data_ptr(), *px = (const T*)x.const_data_ptr(), *pc = (const T*)cs.const_data_ptr(), *ps = (const T*)sn.const_data_ptr();
-        const void* pw = NORM ? w->const_data_ptr() : nullptr;
-        T* pd = (T*)dx.mutable_data_ptr();
-        if (fast) bwd_kernel<T, VEC, NORM><<<blocks, 256, smem, s>>>(pg, px, pc, ps, pw, w_f32, pd, pp, S, (float)eps);
-        else bwd_kernel<T, 1, NORM><<<blocks, 256, smem, s>>>(pg, px, pc, ps, pw, w_f32, pd, pp, S, (float)eps);
-        if (NORM) {
-            const dim3 block(32, 32);
-            if (w_f32) sum_parts<float><<<ceil_div(D, 32), block, 0, s>>>(pp, (float*)dw->mutable_data_ptr(), (int)blocks, D);
-            else sum_parts<T><<<ceil_div(D, 32), block, 0, s>>>(pp, (T*)dw->mutable_data_ptr(), (int)blocks, D);
-        }
-    });
-    check_launch("rope backward");
-}
-Tensor rope(const Tensor& x, const Tensor& cs, const Tensor& sn) { return forward<false>(x, cs, sn, nullptr, 0); }
-Tensor rope_backward(const Tensor& g_, const Tensor& cs, const Tensor& sn) {
-    const Tensor g = dense_last(g_);
-    Tensor dx = torch::stable::empty_like(g);
-    backward<false>(g, g, cs, sn, nullptr, 0, dx, nullptr);
+Tensor rope_backward(const Tensor& g, const Tensor& cs, const Tensor& sn) {
+    Tensor dx = torch::stable::empty_like(dense_last(g));
+    turn<false, true>(g, cs, sn, nullptr, 0, dx);
     return dx;
 }
+// x is [B, T, H, D], as a projection writes it; the result is [B, H, T, D], as attention reads it, in the same memory order
+inline Tensor heads_first(const Tensor& x) { return torch::stable::transpose(x, 1, 2); }
 Tensor qk_norm_rope(const Tensor& x, const Tensor& w_, const Tensor& cs, const Tensor& sn, double eps) {
     const Tensor w = torch::stable::contiguous(w_);
-    return forward<true>(x, cs, sn, &w, eps);
+    Tensor y = heads_first(torch::stable::new_empty(x, {x.size(0), x.size(1), x.size(2), x.size(3)}));
+    turn<true, false>(heads_first(x), cs, sn, &w, eps, y);
+    return y;
 }
-std::tuple<Tensor, Tensor> qk_norm_rope_backward(const Tensor& g, const Tensor& x_, const Tensor& w_, const Tensor& cs, const Tensor& sn, double eps) {
-    const Tensor w = torch::stable::contiguous(w_), x = dense_last(x_);
-    Tensor dx = torch::stable::empty_like(x), dw = torch::stable::empty_like(w);
-    backward<true>(g, x, cs, sn, &w, eps, dx, &dw);
+std::tuple<Tensor, Tensor> qk_norm_rope_backward(const Tensor& g_, const Tensor& x_, const Tensor& w_, const Tensor& cs_, const Tensor& sn_, double eps) {
+    const Tensor w = torch::stable::contiguous(w_);
+    Tensor dx = torch::stable::new_empty(x_, {x_.size(0), x_.size(1), x_.size(2), x_.size(3)}), dw = torch::stable::empty_like(w);
+    if (!x_.numel()) { torch::stable::zero_(dw); return {dx, dw}; }
+    const int D = (int)x_.size(3);
+    torch::stable::accelerator::DeviceGuard guard(x_.get_device_index());
+    const cudaStream_t s = stream_of(x_);
+    const bool w_f32 = w.scalar_type() == ScalarType::Float;
+    DISPATCH(x_.scalar_type(), "qk_norm_rope", {
+        constexpr int VEC = 16 / sizeof(T);
+        STD_TORCH_CHECK(D % (2 * VEC) == 0 && D <= 64 * VEC, "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC, " up to ", 64 * VEC, ", got ", D);
+        const Tensor g = with_vectors(dense_last(g_), VEC), x = heads_first(with_vectors(dense_last(x_), VEC)), cs = with_vectors(dense_last(cs_), VEC), sn = with_vectors(dense_last(sn_), VEC), out = heads_first(dx);
+        const int lanes = pow2_at_least(D / 2 / VEC), slots = GRAD_THREADS / lanes;
+        const bool shared = strides_of(cs).h == 0 && strides_of(sn).h == 0;
+        const Shape S = shared ? shape_of<GRAD_HEADS>(x, out, g, cs, sn, lanes) : shape_of<1>(x, out, g, cs, sn, lanes);
+        const auto kernel = shared ? grad_kernel<T, VEC, GRAD_HEADS> : grad_kernel<T, VEC, 1>;
+        const size_t smem = slots * D * sizeof(float);
+        int resident = 1;
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, GRAD_THREADS, smem);
+        const int64_t want = (int64_t)sm_count() * resident, have = ceil_div(S.items, slots), parts = want < have ? want : have;
+        Tensor part = torch::stable::new_empty(x, {parts, (int64_t)D}, ScalarType::Float);
+        kernel<<<parts, GRAD_THREADS, smem, s>>>((const T*)g.const_data_ptr(), (const T*)x.const_data_ptr(), (const T*)cs.const_data_ptr(), (const T*)sn.const_data_ptr(), w.const_data_ptr(), w_f32,
+                                                 (T*)dx.mutable_data_ptr(), (float*)part.mutable_data_ptr(), S, (float)eps);
+        check_launch("qk_norm_rope gradient");
+        const dim3 block(32, 32);
+        if (w_f32) sum_parts<float><<<ceil_div(D, 32), block, 0, s>>>((const float*)part.const_data_ptr(), (float*)dw.mutable_data_ptr(), (int)parts, D);
+        else sum_parts<T><<<ceil_div(D, 32), block, 0, s>>>((const float*)part.const_data_ptr(), (T*)dw.mutable_data_ptr(), (int)parts, D);
+    });
+    check_launch("qk_norm_rope gain gradient");
     return {dx, dw};
 }
 STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {

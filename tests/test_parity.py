@@ -16,7 +16,7 @@ from xtrain.model import Block, TinyTransformer
 from xtrain.ops.attention import causal_mask
 from xtrain.ops.repeat_kv import repeat_kv
 from xtrain.ops.rms_norm import rms_norm
-from xtrain.ops.rope import rope_tables, rotate_half
+from xtrain.ops.rope import rope, rope_tables, rotate_half
 
 F32, BF16 = torch.float32, torch.bfloat16
 BASE = ModelConfig(101, 48, 2, 6, 2, 16, 96, max_seq_len=256)
@@ -165,7 +165,8 @@ def stream_f32(self, x, *a):
     x = x.float() + self.attend(rms_norm(x.float(), self.attn_norm.float(), self.cfg.eps).to(BF16), *a)
     return x + self.feed(rms_norm(x, self.ffn_norm.float(), self.cfg.eps).to(BF16))
 BROKEN = {
-    'nothing': {}, 'rms_norm rounds once': dict(rms_norm=rms_once), 'rope in float32': dict(rope=rope_f32), 'scale first': dict(attention=lambda q, k, v, **_: composed(q, k, v, scale_first=True)),
+    'nothing': {}, 'rms_norm rounds once': dict(rms_norm=rms_once), 'rope in float32': dict(qk_norm_rope=lambda x, w, cos, sin, eps: rope_f32(rms_norm(x, w, eps).transpose(1, 2), cos, sin)),
+    'add_rms_norm rounds once': dict(add_rms_norm=lambda x, res, w, eps: (rms_once(x + res, w, eps), x + res)), 'qk-norm rounds once': dict(qk_norm_rope=lambda x, w, cos, sin, eps: rope(rms_once(x, w, eps).transpose(1, 2), cos, sin)), 'scale first': dict(attention=lambda q, k, v, **_: composed(q, k, v, scale_first=True)),
     'kv heads tiled': dict(attention=lambda q, k, v, **_: composed(q, k, v, tiled=True)), 'stream in float32': dict(rms_norm=lambda x, w, eps: rms_norm(x.to(BF16), w, eps), stream=stream_f32), 'sdpa': dict(path='sdpa'),
     'q_norm lost': dict(lose='q_norm'), 'eps': dict(eps=1e-3), 'theta': dict(theta=1.1e4), 'gate and up swapped': dict(swap=('w_gate','w_up')), 'norms swapped': dict(swap=('attn_norm','ffn_norm')),
 }

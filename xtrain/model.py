@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['weight', 'Block', 'TinyTransformer']
 
-# %% ../nbs/10_model.ipynb #7f8a2533
+# %% ../nbs/10_model.ipynb #c24ae4ee
 import math
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 from .config import ModelConfig, UserError
-from .ops.rms_norm import rms_norm
-from .ops.rope import rope, rope_tables
+from .ops.rms_norm import add_rms_norm, rms_norm
+from .ops.rope import qk_norm_rope, rope_tables
 from .ops.swiglu import swiglu
 from .ops.attention import attention, attention_path
 from .ops.cross_entropy import linear_cross_entropy
@@ -29,7 +29,7 @@ def weight(
 
 def _normal(shape, std, generator): return torch.empty(shape) if std is None else torch.empty(shape).normal_(std=std, generator=generator)
 
-# %% ../nbs/10_model.ipynb #2e5c7e4b
+# %% ../nbs/10_model.ipynb #ce2bc4a8
 class Block(nn.Module):
     "One Qwen3 decoder block: attention with QK-norm, then SwiGLU, each behind a norm and added to the stream"
     def __init__(self,
@@ -55,8 +55,9 @@ class Block(nn.Module):
         layer:int=0, # This block's place in the cache
     )->Tensor: # The stream after both additions
         "Read, mix tokens, add; read, transform, add"
-        x_BTE = x_BTE + self.attend(rms_norm(x_BTE, self.attn_norm, self.cfg.eps), cos, sin, path, pad, cache, layer)
-        return x_BTE + self.feed(rms_norm(x_BTE, self.ffn_norm, self.cfg.eps))
+        a_BTE = self.attend(rms_norm(x_BTE, self.attn_norm, self.cfg.eps), cos, sin, path, pad, cache, layer)
+        y_BTE, x_BTE = add_rms_norm(a_BTE, x_BTE, self.ffn_norm, self.cfg.eps)
+        return x_BTE + self.feed(y_BTE)
 
     def attend(self, x_BTE, cos, sin, path, pad, cache, layer):
         "The attention half, between the norm and the addition"
@@ -64,8 +65,8 @@ class Block(nn.Module):
         q_BTHD = (x_BTE @ self.wq.to(dtype)).view(B, T, c.n_heads, c.head_dim)
         k_BTKD = (x_BTE @ self.wk.to(dtype)).view(B, T, c.n_kv_heads, c.head_dim)
         v_BKSD = (x_BTE @ self.wv.to(dtype)).view(B, T, c.n_kv_heads, c.head_dim).transpose(1, 2)
-        q_BHTD = rope(rms_norm(q_BTHD, self.q_norm, c.eps).transpose(1, 2), cos, sin)
-        k_BKSD = rope(rms_norm(k_BTKD, self.k_norm, c.eps).transpose(1, 2), cos, sin)
+        q_BHTD = qk_norm_rope(q_BTHD, self.q_norm, cos, sin, c.eps)
+        k_BKSD = qk_norm_rope(k_BTKD, self.k_norm, cos, sin, c.eps)
         if cache is not None: k_BKSD, v_BKSD = cache.update(layer, k_BKSD, v_BKSD)
         a_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, pad=pad, path=path)
         return a_BHTD.transpose(1, 2).reshape(B, T, -1) @ self.wo.to(dtype)
