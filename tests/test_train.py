@@ -10,7 +10,8 @@ from xtrain.config import ModelConfig, UserError
 from xtrain.model import TinyTransformer
 from xtrain.recipe import PRESETS, TrainConfig, changes, lr_at, make_config
 from xtrain.tokenizer import Tokenizer
-from xtrain.train import accumulate, clip_grads, grad_norm, make_optimizer, read_metrics, train
+from xtrain.optim import clip_grads, grad_norm
+from xtrain.train import accumulate, make_optimizer, read_metrics, train
 
 ENV = os.environ | dict(OMP_NUM_THREADS='1')
 SMALL = dict(vocab_size=280, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, ffn_dim=24, seq_len=16, batch_size=2, steps=12, lr=1e-2, warmup=3,

@@ -141,15 +141,16 @@ def _compare(path, have, want):
 
 _DTYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
 
-# %% ../nbs/22_checkpoint.ipynb #78e12f61
+# %% ../nbs/22_checkpoint.ipynb #1a44ee45
 def _fresh_moments(optimizer, params, names):
     "Empty state for the moments in a file, laid out as the optimizer would lay them out"
     name = {p: n for n,p in params.items()}
     keys, out = {k.split('.', 1)[0] for k in names}, {}
+    kind = getattr(optimizer, 'state_dtype', lambda p: p.dtype)
     for g in optimizer.param_groups:
         for p in g['params']:
             here = p.device if g.get('fused') or g.get('capturable') else 'cpu'
-            out |= {f'{k}.{name[p]}': torch.zeros((), device=here) if k == 'step' else torch.zeros_like(p, requires_grad=False) for k in keys}
+            out |= {f'{k}.{name[p]}': torch.zeros((), device=here) if k == 'step' else torch.zeros_like(p, dtype=kind(p), requires_grad=False) for k in keys}
     return out
 
 # %% ../nbs/22_checkpoint.ipynb #dd367993
