@@ -21,3 +21,13 @@ def torch_as_it_was():
     yield
     torch.set_default_dtype(dtype); torch.set_grad_enabled(grad); torch.use_deterministic_algorithms(fixed)
     if torch.get_num_threads() != threads: torch.set_num_threads(threads)
+
+
+def pytest_sessionstart(session):
+    if not hasattr(session.config, 'workerinput'): (ROOT/'.pytest_cache'/'kernels.txt').unlink(missing_ok=True)
+
+
+def pytest_terminal_summary(terminalreporter):
+    "What the compiler said of the kernels, where test_kernels.py ran"
+    f = ROOT/'.pytest_cache'/'kernels.txt'
+    if f.exists(): terminalreporter.section('kernels'); terminalreporter.write(f.read_text())

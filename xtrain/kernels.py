@@ -195,8 +195,16 @@ def command(
     return ([str(nvcc.path), *host, '-Xcompiler', '-fPIC', '-lineinfo', '--threads', '2', '-DUSE_CUDA', *arch, *common],
             [*(f'-L{d}' for d in nvcc.lib_dirs), f'-L{root}/lib', '-ltorch_cpu', *cuda, '-lc10'])
 
-# %% ../nbs/00_kernels.ipynb #955d11a5
+# %% ../nbs/00_kernels.ipynb #9a19f04e
 def _libc(): return os.confstr('CS_GNU_LIBC_VERSION') if 'CS_GNU_LIBC_VERSION' in getattr(os, 'confstr_names', ()) else platform.platform()
+
+def _headers(code, folders):
+    "Text of every header of ours that a source includes, directly or not"
+    seen, todo = {}, [code]
+    while todo:
+        for h in re.findall(r'^\s*#\s*include\s*"([^"]+)"', todo.pop(), re.M):
+            if h not in seen and (p := next((d/h for d in folders if (d/h).is_file()), None)): seen[h] = p.read_text(encoding='utf-8'); todo.append(seen[h])
+    return [f'{h}\0{t}' for h,t in sorted(seen.items())]
 
 def _first_error(text):
     ls = [l.strip() for l in text.splitlines() if l.strip()]
@@ -218,19 +226,21 @@ def compile_source(
     name = re.sub(r'[^A-Za-z0-9_.]', '_', name)[:60]
     cmd, libs = command(list(arch) if gpu else None)
     folders = [csrc_path()] + ([] if text or src.resolve().parent == csrc_path().resolve() else [src.resolve().parent])
-    headers = [p.name+'\0'+p.read_text(encoding='utf-8') for d in folders for p in sorted([*d.glob('*.cuh'), *d.glob('*.h')])]
     nvcc_env = [f'{k}={v}' for k,v in sorted(os.environ.items()) if k.startswith('NVCC_')]
-    key = hashlib.sha256('\0'.join([code, *headers, *cmd, *libs, *nvcc_env, *map(_version, {cmd[0], _cxx()[0]}), torch.__version__, platform.machine(), _libc()]).encode('utf-8', 'surrogateescape')).hexdigest()[:16]
+    key = hashlib.sha256('\0'.join([code, *_headers(code, folders), *cmd, *libs, *nvcc_env, *map(_version, {cmd[0], _cxx()[0]}), torch.__version__, platform.machine(), _libc()]).encode('utf-8', 'surrogateescape')).hexdigest()[:16]
     out = cache_dir()/f'{name}-{key}.so'
     if out.exists(): return out
-    def build(folder):
-        cu, so = folder/f'{name}.cu', folder/f'{name}.so'
+    def build(folder): # Works inside `folder`, with links to what lies elsewhere: nvcc passes its arguments through a shell
         origin = json.dumps('inline' if text else str(src), ensure_ascii=False) # What errors and profilers call the source
-        cu.write_text(f'#line 1 {origin}\n{code}', encoding='utf-8', errors='surrogateescape')
-        full = [*cmd, *(f'-I{d}' for d in folders), f'-DXTRAIN_NS=xtrain_{key}', str(cu), '-o', str(so), *libs]
-        r = subprocess.run(full, capture_output=True, text=True, errors='replace', env=dict(os.environ, TMPDIR=str(folder)))
+        (folder/f'{name}.cu').write_text(f'#line 1 {origin}\n{code}', encoding='utf-8', errors='surrogateescape')
+        full = [*cmd, *(f'-I{d}' for d in folders), f'-DXTRAIN_NS=xtrain_{key}', f'{name}.cu', '-o', f'{name}.so', *libs]
+        def linked(i, a):
+            if a[:2] not in ('-I', '-L'): return a
+            (folder/f'd{i}').symlink_to(a[2:])
+            return f'{a[:2]}d{i}'
+        r = subprocess.run([linked(*a) for a in enumerate(full)], cwd=folder, capture_output=True, text=True, errors='replace', env=dict(os.environ, TMPDIR='.'))
         if r.returncode: raise BuildError(f'{name}: {_first_error(r.stderr+r.stdout)}\n{shlex.join(full)}\n{r.stdout}{r.stderr}')
-        return so
+        return folder/f'{name}.so'
     return _once(out, build)
 
 # %% ../nbs/00_kernels.ipynb #4998c0c9
@@ -328,10 +338,10 @@ def _plan():
     fit = sorted({card[i] for i in caps if i not in unfit})
     return Plan(tuple(gencode(sass, ptx)), f"{find_nvcc()[1]}, for {', '.join(fit)}", unfit)
 
-# %% ../nbs/00_kernels.ipynb #d4115b77
+# %% ../nbs/00_kernels.ipynb #dcc05ea9
 _mutex = threading.RLock()
 _loaded = {} # Name of a file -> (its namespace or None, why)
-_names = {} # (name, device) -> name of the namespace or None
+_names = {} # `name device` -> name of the namespace or None
 _warned = set()
 
 def _fresh_mutex():
@@ -349,25 +359,27 @@ def _load(name):
         return _loaded[name]
 
 @torch.compiler.assume_constant_result
-def _namespace(name, device):
-    "Name of the namespace for a GPU, or None; says once why not"
-    if (name, device) not in _names:
+def _namespace(key):
+    "Name of the namespace for `name device`, or None; says once why not"
+    if key not in _names:
+        name, device = key.split()
+        device = None if device == 'None' else int(device)
         ns, why = _load(name)
         if ns is not None and device in _plan().unfit: ns, why = None, _plan().unfit[device]
         why = why.splitlines()[0]
         if ns is None and device is not None and why not in _warned:
             _warned.add(why)
             warnings.warn(f"torch's own ops run instead of xtrain's kernels: {why}", stacklevel=2)
-        _names[name, device] = ns and ns.name
-    return _names[name, device]
+        _names[key] = ns and ns.name
+    return _names[key]
 
-# %% ../nbs/00_kernels.ipynb #a8f4ca7b
+# %% ../nbs/00_kernels.ipynb #e40a9c23
 def kernels(
     name:str, # A file of `csrc/`, without `.cu`
     device:int|None=None, # Index of the GPU they shall run on (default: any)
 ): # The namespace of its ops, or None
     "The CUDA kernels of an op, if they can be had; built and loaded when first asked for"
-    ns = _namespace(name, device)
+    ns = _namespace(f'{name} {device}') # One new string, because torch 2.13 takes no captured variable for a constant here
     return getattr(torch.ops, ns) if ns else None
 
 def cuda_ops(
@@ -377,15 +389,17 @@ def cuda_ops(
     "The kernels that can take `x`: on a GPU, in float32, bfloat16 or float16; under `torch.compile` the choice is a constant"
     return kernels(name, x.get_device()) if x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
 
-# %% ../nbs/00_kernels.ipynb #322d9892
-def backend()->tuple[str,str]: # `cuda` or `torch`; and the reason, with every exception
-    "Which code the ops run on this machine; builds all kernels if they can be built"
+# %% ../nbs/00_kernels.ipynb #78376ba5
+def backend(
+    *names:str, # Files of `csrc/`, without `.cu` (default: all but attention's, of which a model needs the one for its head_dim)
+)->tuple[str,str]: # `cuda` or `torch`; and the reason, with every exception
+    "Which code the ops run on this machine; builds the kernels if they can be built"
     plan = _plan()
     if plan.arch is None: return 'torch', plan.why
-    names = sorted(p.stem for p in csrc_path().glob('*.cu'))
+    names = names or sorted(p.stem for p in csrc_path().glob('*.cu') if not p.stem.startswith('flash'))
     def build(name):
         try: compile_source(csrc_path()/f'{name}.cu', gpu=True)
-        except (BuildError, OSError): pass # Said below
+        except (BuildError, OSError) as e: _loaded.setdefault(name, (None, str(e)))
     with ThreadPoolExecutor(os.cpu_count()) as pool: list(pool.map(build, names))
     bad = {n: why.splitlines()[0] for n in names for ns,why in [_load(n)] if ns is None}
     if len(bad) == len(names): return 'torch', next(iter(bad.values()))
