@@ -3,23 +3,36 @@
 #include "common.cuh"
 
 #ifdef __CUDACC__
-template <class T, int VEC> __global__ void fwd_kernel(const T* __restrict__ x, T* __restrict__ y, int64_t heads, int64_t block, int group) {
-    const int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * VEC;
-    if (i >= block) return;
+constexpr int THREADS = 256, U = 2;                                 // each thread has U vectors under way
+template <class T, int VEC> __global__ void __launch_bounds__(THREADS) fwd_kernel(const T* __restrict__ x, T* __restrict__ y, int64_t heads, int64_t block, int group) {
+    const int64_t i0 = (blockIdx.x * (int64_t)(THREADS * U) + threadIdx.x) * VEC;
     for (int64_t head = blockIdx.y; head < heads; head += gridDim.y) {
-        const Vec<T, VEC> v = Vec<T, VEC>::load(x + head * block + i);
-        T* out = y + head * group * block + i;
-        for (int r = 0; r < group; r++) v.store(out + r * block);
+        Vec<T, VEC> v[U];
+#pragma unroll
+        for (int u = 0; u < U; u++) if (i0 + u * THREADS * VEC < block) v[u] = Vec<T, VEC>::load(x + head * block + i0 + u * THREADS * VEC);
+        T* out = y + head * group * block + i0;
+        for (int r = 0; r < group; r++)
+#pragma unroll
+            for (int u = 0; u < U; u++) if (i0 + u * THREADS * VEC < block) v[u].store(out + r * block + u * THREADS * VEC);
     }
 }
-template <class T, int VEC> __global__ void bwd_kernel(const T* __restrict__ g, T* __restrict__ dx, int64_t heads, int64_t block, int group) {
-    const int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * VEC;
+template <class T, int VEC> __global__ void __launch_bounds__(THREADS) bwd_kernel(const T* __restrict__ g, T* __restrict__ dx, int64_t heads, int64_t block, int group) {
+    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * VEC;
     if (i >= block) return;
     for (int64_t head = blockIdx.y; head < heads; head += gridDim.y) {
         const T* in = g + head * group * block + i;
         float s[VEC] = {};
-#pragma unroll 4
-        for (int r = 0; r < group; r++) {
+        int r = 0;
+        for (; r + 4 <= group; r += 4) {                                               // four loads before the first addition
+            Vec<T, VEC> v[4];
+#pragma unroll
+            for (int q = 0; q < 4; q++) v[q] = Vec<T, VEC>::load(in + (r + q) * block);
+#pragma unroll
+            for (int q = 0; q < 4; q++)
+#pragma unroll
+                for (int k = 0; k < VEC; k++) s[k] += v[q][k];
+        }
+        for (; r < group; r++) {
             const Vec<T, VEC> v = Vec<T, VEC>::load(in + r * block);
 #pragma unroll
             for (int k = 0; k < VEC; k++) s[k] += v[k];
@@ -38,11 +51,11 @@ template <bool FWD> Tensor run(const Tensor& x, int64_t group, Tensor out, int64
         const T* px = (const T*)x.const_data_ptr();
         T* po = (T*)out.mutable_data_ptr();
         const bool fast = block % VEC == 0 && aligned16(px);
-        const dim3 g(ceil_div(fast ? block / VEC : block, 256), heads < 65535 ? heads : 65535);
-        if (FWD && fast) fwd_kernel<T, VEC><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
-        else if (FWD) fwd_kernel<T, 1><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
-        else if (fast) bwd_kernel<T, VEC><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
-        else bwd_kernel<T, 1><<<g, 256, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+        const dim3 g(ceil_div(fast ? block / VEC : block, FWD ? THREADS * U : THREADS), heads < 65535 ? heads : 65535);
+        if (FWD && fast) fwd_kernel<T, VEC><<<g, THREADS, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+        else if (FWD) fwd_kernel<T, 1><<<g, THREADS, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+        else if (fast) bwd_kernel<T, VEC><<<g, THREADS, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
+        else bwd_kernel<T, 1><<<g, THREADS, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
     });
     check_launch("repeat_kv");
     return out;

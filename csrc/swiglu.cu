@@ -1,4 +1,5 @@
 // SwiGLU y = silu(gate) * up and its gradient. Every element is read once and written once, 16 bytes at a time.
+// Forward reads 2 tensors and writes 1; backward reads 3 and writes 2: in a half precision 6 and 10 bytes an element.
 // The arithmetic is shared by the kernel and the CPU loop, so a machine without a GPU tests it too.
 #include "common.cuh"
 #include <cmath>
@@ -15,6 +16,10 @@ HD void backward_one(float dy, float g, float u, float& dg, float& du) {
 template <class T, int VEC> __global__ void fwd_kernel(const T* __restrict__ g, const T* __restrict__ u, T* __restrict__ y, int64_t n) {
     const int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
+    if (i + VEC > n) {                                                               // the last few
+        for (int64_t k = i; k < n; k++) y[k] = from_float<T>(forward_one(to_float(g[k]), to_float(u[k])));
+        return;
+    }
     using V = Vec<T, VEC>;
     const V a = V::load(g + i), b = V::load(u + i);
     V out;
@@ -25,6 +30,14 @@ template <class T, int VEC> __global__ void fwd_kernel(const T* __restrict__ g, 
 template <class T, int VEC> __global__ void bwd_kernel(const T* __restrict__ dy, const T* __restrict__ g, const T* __restrict__ u, T* __restrict__ dg, T* __restrict__ du, int64_t n) {
     const int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
+    if (i + VEC > n) {
+        for (int64_t k = i; k < n; k++) {
+            float x, z;
+            backward_one(to_float(dy[k]), to_float(g[k]), to_float(u[k]), x, z);
+            dg[k] = from_float<T>(x); du[k] = from_float<T>(z);
+        }
+        return;
+    }
     using V = Vec<T, VEC>;
     const V d = V::load(dy + i), a = V::load(g + i), b = V::load(u + i);
     V ga, gb;
@@ -47,7 +60,7 @@ Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
         constexpr int VEC = 16 / sizeof(T);
         const T *pg = (const T*)g.const_data_ptr(), *pu = (const T*)u.const_data_ptr();
         T* py = (T*)y.mutable_data_ptr();
-        if (n % VEC == 0 && aligned16(pg) && aligned16(pu)) fwd_kernel<T, VEC><<<ceil_div(n / VEC, 256), 256, 0, stream_of(g)>>>(pg, pu, py, n);
+        if (aligned16(pg) && aligned16(pu)) fwd_kernel<T, VEC><<<ceil_div(n, 256 * VEC), 256, 0, stream_of(g)>>>(pg, pu, py, n);
         else fwd_kernel<T, 1><<<ceil_div(n, 256), 256, 0, stream_of(g)>>>(pg, pu, py, n);
     });
     check_launch("swiglu forward");
@@ -63,7 +76,7 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& dy_, const Tensor& gate
         constexpr int VEC = 16 / sizeof(T);
         const T *pd = (const T*)d.const_data_ptr(), *pg = (const T*)g.const_data_ptr(), *pu = (const T*)u.const_data_ptr();
         T *pdg = (T*)dg.mutable_data_ptr(), *pdu = (T*)du.mutable_data_ptr();
-        if (n % VEC == 0 && aligned16(pd) && aligned16(pg) && aligned16(pu)) bwd_kernel<T, VEC><<<ceil_div(n / VEC, 256), 256, 0, stream_of(g)>>>(pd, pg, pu, pdg, pdu, n);
+        if (aligned16(pd) && aligned16(pg) && aligned16(pu)) bwd_kernel<T, VEC><<<ceil_div(n, 256 * VEC), 256, 0, stream_of(g)>>>(pd, pg, pu, pdg, pdu, n);
         else bwd_kernel<T, 1><<<ceil_div(n, 256), 256, 0, stream_of(g)>>>(pd, pg, pu, pdg, pdu, n);
     });
     check_launch("swiglu backward");

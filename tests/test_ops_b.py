@@ -58,10 +58,84 @@ def test_cross_entropy_is_torchs(N, V, dtype, ignored, reduction, ignore, seed):
     assert not a[t == ignore].any() and torch.equal(a, cross_entropy_grad(z.detach(), t, g, ignore, reduction))
 
 
+def theirs(z, t, ignore=-100, reduction='mean', weight=None, z_loss=0., softcap=0.):
+    "The options, written with torch's own functions"
+    z = acc(z)
+    if softcap: z = softcap*torch.tanh(z/softcap)
+    l = F.cross_entropy(z, t, ignore_index=ignore, reduction='none') + z_loss*z.logsumexp(-1)**2*(t != ignore)
+    w = (torch.ones_like(l) if weight is None else weight.to(l.dtype))*(t != ignore)
+    if reduction == 'none': return l*w
+    return (l*w).sum()/(1 if reduction == 'sum' or not w.sum() else w.sum())
+
+OPTIONS = [{}, dict(z_loss=.1), dict(softcap=3.), dict(z_loss=.02, softcap=10.)]
+
+@quick
+@given(N=st.integers(0, 20), V=st.sampled_from([1, 2, 63, 301]), dtype=st.sampled_from([F64, F32, BF16]), ignored=st.sampled_from([0., .4]), options=st.sampled_from(OPTIONS), weighted=st.booleans(),
+       reduction=st.sampled_from(['none', 'sum', 'mean']), linear=st.booleans(), rows=st.sampled_from([8, 10**6]), seed=st.integers(0, 99))
+def test_options(N, V, dtype, ignored, options, weighted, reduction, linear, rows, seed):
+    torch.manual_seed(seed)
+    if linear and reduction == 'none': reduction = 'sum'
+    t = torch.randint(V, (N,)); t[torch.rand(N) < ignored] = -100
+    weight = torch.randn(N) if weighted else None
+    if weighted and reduction == 'mean': weight = weight.abs()
+    if weighted: weight[:N//3] = 0
+    kw = dict(reduction=reduction, weight=weight, **options)
+    kept, ce.CHUNK_BYTES['cpu'] = ce.CHUNK_BYTES['cpu'], rows*V*8
+    try:
+        if linear:
+            xs = leaf(N, 5, dtype=dtype), torch.randn(V, 5).to(dtype).t().requires_grad_()
+            f, g = lambda h, w: linear_cross_entropy(h, w, t, **kw), lambda h, w: theirs(h @ w, t, **kw)
+        else:
+            xs = (2*torch.randn(N, V)).to(dtype).requires_grad_(),
+            f, g = lambda z: cross_entropy(z, t, **kw), lambda z: theirs(z, t, **kw)
+        a, b = f(*xs), g(*(x.detach().double().requires_grad_() for x in xs))
+        d = torch.randn_like(a)
+        ours = a, *torch.autograd.grad(a, xs, d)
+        x64 = [x.detach().double().requires_grad_() for x in xs]
+        b = g(*x64)
+        for x, y in zip(ours, (b, *torch.autograd.grad(b, x64, d.double()))): assert torch.allclose(x.double(), y, atol=10*TOL[dtype]*max(1., float(y.detach().abs().max()) if y.numel() else 1.), rtol=10*TOL[dtype])
+        if not linear: assert torch.equal(a, cross_entropy_ref(*xs, t, **kw)) and torch.equal(ours[1], cross_entropy_grad(xs[0].detach(), t, d, **kw))
+        with torch.no_grad(): assert torch.equal(f(*xs), a)
+    finally: ce.CHUNK_BYTES['cpu'] = kept
+
+
+@pytest.mark.parametrize('options', OPTIONS + [dict(weight=torch.tensor([1., 0., 2., -1., .5]).double())])
+def test_options_gradcheck(options):
+    t = torch.tensor([3, 0, 10, -100, 3])
+    h, w = torch.randn(5, 3).double(), torch.randn(3, 11).double()
+    k = options.get('weight'), options.get('z_loss', 0.), options.get('softcap', 0.)
+    gradcheck(lambda h, w: linear_cross_entropy(h, w, t, reduction='sum', **options), lambda h, w, g: tuple(x*g for x in loss_and_grads(h, w, t, -100, True, True, *k)[2:]), h, w)
+    for r in ('none', 'sum', 'mean'):
+        gradcheck(lambda z: cross_entropy(z, t, reduction=r, **options), lambda z, g: cross_entropy_grad(z, t, g, reduction=r, **options), 2*torch.randn(5, 11).double())
+
+
+def test_a_weight_counts_tokens():
+    "Weight 2 is the token twice, weight 0 is a token that is not scored, whatever it holds"
+    h, w, t = torch.randn(4, 6), torch.randn(6, 9), torch.tensor([1, 8, 0, 3])
+    for f in (lambda h, t, **k: linear_cross_entropy(h, w, t, **k), lambda h, t, **k: cross_entropy(h @ w, t, **k)):
+        assert torch.allclose(f(h, t, weight=torch.tensor([2., 1., 0., 3.])), f(h[[0, 0, 1, 3, 3, 3]], t[[0, 0, 1, 3, 3, 3]]))
+        assert torch.equal(f(h, t, weight=torch.ones(4)), f(h, t))
+        bad = h.clone(); bad[2] = math.nan
+        bad.requires_grad_()
+        loss = f(bad, t, weight=torch.tensor([1, 1., 0, 1])); loss.backward()
+        assert torch.allclose(loss, f(h[[0, 1, 3]], t[[0, 1, 3]])) and (bad.grad[2] == 0).all() or bad.grad[2].isnan().all()
+        assert f(h, t, weight=torch.zeros(4)) == 0
+        assert f(h, torch.where(t == 0, 99, t).where(t != 0, -100), weight=torch.ones(4)).isfinite()
+
+
+def test_soft_cap_keeps_the_gradient_finite_far_out():
+    z = torch.tensor([[1e30, -1e30, 0., -math.inf]], requires_grad=True)
+    loss = cross_entropy(z, torch.tensor([2]), softcap=30.); loss.backward()
+    assert abs(loss.item()-30) < 1e-4 and z.grad.isfinite().all()
+
+
 @pytest.mark.parametrize('f', [lambda z, t, **k: cross_entropy(z, t, **k), lambda z, t, **k: linear_cross_entropy(z, torch.eye(z.shape[-1], dtype=z.dtype), t, **k)], ids=['logits', 'linear'])
 class TestEdges:
     def test_common_offset(self, f):
-        for c in (0, 1e3, 1e4, -1e4, 1e6): assert abs(f(torch.tensor([Z])+c, torch.tensor([1])).item() - 2.4401897) < 1e-6
+        for c in (0, 1e3, 1e4, -1e4, 1e6):
+            z = (torch.tensor([Z])+c).requires_grad_()
+            loss = f(z, torch.tensor([1])); loss.backward()
+            assert abs(loss.item() - 2.4401897) < 1e-6 and (z.grad[0]-DZ).abs().max() < 1e-6
 
     def test_hopeless_guess(self, f):
         assert f(torch.tensor([[100., 0.]]), torch.tensor([1])).item() == 100
@@ -98,7 +172,9 @@ class TestEdges:
     def test_bad_arguments_are_named(self, f):
         z, t = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
         for bad, word in [(lambda: f(z, t[:1]), 'targets must have shape'), (lambda: f(z, t.float()), 'targets must hold integers'), (lambda: f(z.long(), t), 'must be floating-point'),
-                          (lambda: f(z, t, reduction='avg'), 'reduction must be'), (lambda: f(z, torch.where(t == 0, 5, t)), r'targets: id 5 at \(0, 0\) is outside \[0, 5\)'), (lambda: f(z, t-1), 'id -1')]:
+                          (lambda: f(z, t, reduction='avg'), 'reduction must be'), (lambda: f(z, torch.where(t == 0, 5, t)), r'targets: id 5 at \(0, 0\) is outside \[0, 5\)'), (lambda: f(z, t-1), 'id -1'),
+                          (lambda: f(z, t, weight=torch.ones(2)), 'weight must have shape'), (lambda: f(z, t, weight=t), 'weight must be floating-point'), (lambda: f(z, t, weight=torch.ones(2, 3, requires_grad=True)), 'weight must not require a gradient'),
+                          (lambda: f(z, t, z_loss=-1.), 'z_loss must be 0'), (lambda: f(z, t, softcap=-1.), 'softcap must be 0'), (lambda: f(z, t, softcap=math.nan), 'softcap must be')]:
             with pytest.raises(ValueError, match=word): bad()
         assert torch.isfinite(f(z, t.int()))
 
@@ -149,7 +225,7 @@ def test_linear_cross_entropy_is_the_plain_one(shape, D, V, dtype, layout, ignor
 @pytest.mark.parametrize('h_grad,w_grad', [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_only_wanted_gradients(h_grad, w_grad, monkeypatch):
     asked, op = [], ce.loss_and_grads
-    monkeypatch.setattr(ce, 'loss_and_grads', lambda *a: (asked.append(a[-2:]), op(*a))[1])
+    monkeypatch.setattr(ce, 'loss_and_grads', lambda *a: (asked.append(a[4:6]), op(*a))[1])
     h, w, t = torch.randn(9, 4).requires_grad_(bool(h_grad)), torch.randn(4, 11).requires_grad_(bool(w_grad)), torch.randint(11, (9,))
     loss = linear_cross_entropy(h, w, t)
     assert loss.requires_grad == bool(h_grad or w_grad)
@@ -197,6 +273,32 @@ def test_determinism_100_runs():
     for _ in range(100):
         again = grads(lambda h, w: linear_cross_entropy(h, w, t), h, w)
         assert torch.equal(first[0], again[0]) and all(map(torch.equal, first[1], again[1]))
+
+
+@pytest.mark.parametrize('options', OPTIONS)
+def test_opcheck_and_compile_with_options(options):
+    h, w, t, k = leaf(20, 4), torch.randn(31, 4).t().requires_grad_(), torch.randint(31, (20,)), torch.rand(20); t[3] = -100
+    torch.library.opcheck(loss_and_grads, (h.detach(), w.detach(), t, -100, True, True, k, options.get('z_loss', 0.), options.get('softcap', 0.)))
+    for f in (lambda h, w: linear_cross_entropy(h, w, t, weight=k, **options), lambda h, w: cross_entropy(h @ w, t, weight=k, **options)):
+        a, b = grads(f, h, w), grads(compiled(f), h, w)
+        assert torch.allclose(a[0], b[0]) and all(map(torch.allclose, a[1], b[1]))
+
+
+def test_on_a_gpu_the_walk_is_the_same(monkeypatch):
+    "Its code, run on a CPU without kernels: chunks of 128 rows, every row taken along, an id that does not exist gives NaN"
+    h, w, t, k = leaf(300, 8, dtype=F64), torch.randn(301, 8).double().t().requires_grad_(), torch.randint(301, (300,)), torch.rand(300).double()
+    t[torch.rand(300) < .3] = -100; k[5] = 0
+    for weight in (None, k):
+        for options in ((0., 0.), (.1, 4.)):
+            scored = (t != -100) if weight is None else (t != -100) & (k != 0)
+            want = loss_and_grads(h.detach(), w.detach(), t, -100, True, True, weight, *options)
+            for size in (1, 10**9):
+                monkeypatch.setitem(ce.CHUNK_BYTES, 'cpu', size)
+                for a, b in zip(ce._on_gpu(h.detach(), w.detach(), t, -100, True, True, weight, *options, scored), want): close(a, b, 1e-12)
+                assert [x.numel() for x in ce._on_gpu(h.detach(), w.detach(), t, -100, False, False, weight, *options, scored)] == [1, 1, 0, 0]
+    bad = t.clone(); bad[7] = 301; bad[8] = -5
+    total, _, dh, dw = ce._on_gpu(h.detach(), w.detach(), bad, -100, True, True, None, 0., 0., bad != -100)
+    assert total.isnan() and dh.isnan().any(1).nonzero().flatten().tolist() == [7, 8] and dw.isnan().all()
 
 
 def test_opcheck_and_compile():

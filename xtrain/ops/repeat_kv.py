@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['group_size', 'repeat_kv_ref', 'repeat_kv_grad', 'repeat_kv']
 
-# %% ../../nbs/06_repeat_kv.ipynb #d84bcc44
+# %% ../../nbs/06_repeat_kv.ipynb #4ad92305
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from ..kernels import cuda_ops, defines, register
 from .contract import acc, check
 
 # %% ../../nbs/06_repeat_kv.ipynb #0efdb6af
@@ -53,7 +54,18 @@ class _RepeatKV(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g): return repeat_kv_grad(g, ctx.group), None
 
-# %% ../../nbs/06_repeat_kv.ipynb #9d3e5210
+# %% ../../nbs/06_repeat_kv.ipynb #4efd6a56
+@defines('repeat_kv')
+def _(ns):
+    "The kernels' shapes and gradients, for torch"
+    def setup(ctx, inputs, output): ctx.group = inputs[1]
+    @once_differentiable
+    def backward(ctx, g): return ns.repeat_kv_backward(g, ctx.group), None
+    def times(x, n, d): return x.new_empty((x.shape[0], x.shape[1]*n//d, *x.shape[2:]))
+    register(ns.repeat_kv, lambda x, group: times(x, group, 1), setup, backward)
+    register(ns.repeat_kv_backward, lambda g, group: times(g, 1, group))
+
+# %% ../../nbs/06_repeat_kv.ipynb #dbf6dbb7
 def repeat_kv(
     x:Tensor, # Keys or values, `(B, Hkv, S, D)`, any stride
     group:int, # Query heads for each KV head
@@ -62,5 +74,6 @@ def repeat_kv(
     check('x', x, (None, None, None, None))
     if not isinstance(group, int) or group < 1: raise ValueError(f'group must be a positive integer, got {group!r}')
     if group == 1: return x
+    if (ns := cuda_ops('repeat_kv', x)) is not None: return ns.repeat_kv(x, group)
     if torch.is_grad_enabled() and x.requires_grad: return _RepeatKV.apply(x, group)
     return repeat_kv_ref(x, group)
