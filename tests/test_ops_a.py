@@ -11,7 +11,7 @@ from xtrain.gradcheck import gradcheck, max_error, numeric_grad, rel_error
 from xtrain.ops.contract import Traffic, acc, check
 from xtrain.ops.repeat_kv import group_size, repeat_kv, repeat_kv_grad, repeat_kv_ref
 from xtrain.ops.rms_norm import rms_norm, rms_norm_grad, rms_norm_ref
-from xtrain.ops.swiglu import swiglu, swiglu_grad, swiglu_ref
+from xtrain.ops.swiglu import PIECE, RECOMPUTE, _SwiGLU, swiglu, swiglu_grad, swiglu_ref
 
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float64, torch.float32, *HALVES]
@@ -141,8 +141,74 @@ def test_swiglu_far_out():
 def test_swiglu_keeps_two_tensors():
     kept, (a, u) = set(), (torch.randn(64, 64, requires_grad=True) for _ in range(2))
     def pack(t): kept.add(t.data_ptr()); return t
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): swiglu(a, u)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): _SwiGLU.apply(a, u)
     assert kept == {a.data_ptr(), u.data_ptr()}
+
+def test_swiglu_recomputes_where_tensors_are_large_and_no_bit_depends_on_it():
+    a, u, g = torch.randn(3, RECOMPUTE//1024, 1024)
+    small, large = swiglu(leaf(a[1:]), leaf(u[1:])), swiglu(leaf(a), leaf(u))
+    assert '_SwiGLU' in type(large.grad_fn).__name__ and '_SwiGLU' not in type(small.grad_fn).__name__
+    for dtype in (torch.float64, torch.float32):
+        x, y, d = (t[:64].to(dtype) for t in (a, u, g))
+        assert torch.equal(_SwiGLU.apply(x, y), swiglu_ref(x, y))
+        assert all(map(torch.equal, gradients(_SwiGLU.apply, [x, y], d), gradients(swiglu_ref, [x, y], d)))
+
+@pytest.mark.parametrize('dtype', HALVES)
+@pytest.mark.parametrize('n', [2*PIECE+1, 3*PIECE, 4*PIECE+7])
+def test_swiglu_in_pieces_has_the_bits_of_the_whole(dtype, n):
+    a, u, g = torch.randn(3, n).to(dtype)
+    whole = torch.ops.aten.silu_backward(g.float()*u, a.float()).to(dtype), (F.silu(a.float())*g.float()).to(dtype)
+    assert all(map(torch.equal, swiglu_grad(a, u, g), whole))
+    apart = torch.randn(2, n).to(dtype).t()[:, :1].t()                             # not contiguous: in one go
+    assert all(map(torch.equal, swiglu_grad(a[None], u[None], apart), swiglu_grad(a[None], u[None], apart.contiguous())))
+
+def test_swiglu_is_not_slower_than_eager_autograd():
+    "At small and at large sizes; processor time, in turns"
+    import time
+    torch.set_num_threads(1)
+    for shape,n in (((64, 256), 60), ((4096, 1024), 5)):
+        a, u, g = (torch.randn(shape) for _ in range(3))
+        spent = {swiglu: [], their_swiglu: []}
+        for _ in range(n):
+            for f,t in spent.items():
+                start = time.process_time(); gradients(f, [a, u], g); t.append(time.process_time()-start)
+        ours, theirs = (sorted(t)[n//2] for t in spent.values())
+        assert ours < 1.35*theirs, (shape, ours, theirs)
+
+
+@pytest.fixture(scope='module')
+def swiglu_half(tmp_path_factory):
+    "The CPU half of csrc/swiglu.cu: the arithmetic that the kernel runs, in a loop"
+    import os, shutil
+    from xtrain import kernels
+    if not any(map(shutil.which, (os.environ.get('CXX') or 'c++', 'g++', 'clang++'))): pytest.skip('no C++ compiler')
+    before, os.environ['XTRAIN_CACHE'] = os.environ.get('XTRAIN_CACHE'), str(tmp_path_factory.mktemp('cache'))
+    try: ns = kernels.load_source(kernels.csrc_path()/'swiglu.cu', gpu=False)
+    finally: os.environ.pop('XTRAIN_CACHE') if before is None else os.environ.update(XTRAIN_CACHE=before)
+    for f in kernels._definitions['swiglu']: f(ns)
+    return ns
+
+def test_swiglu_arithmetic_of_the_kernel(swiglu_half):
+    a, u, g = torch.randn(3, 7, 501)
+    a = torch.cat([a*4, torch.tensor([-1e4, -100., -88., 0., 88., 100., 1e4]).expand(7, 7)], 1); u, g = (torch.randn(7, 508) for _ in range(2))
+    want = swiglu_ref(a.double(), u.double()), *swiglu_grad(a.double(), u.double(), g.double())
+    theirs = swiglu_ref(a, u), *gradients(swiglu_ref, [a, u], g)
+    for x,t,w in zip((swiglu_half.swiglu(a, u), *swiglu_half.swiglu_backward(g, a, u)), theirs, want): assert x.isfinite().all() and rel_error(x, w) <= 1.5*rel_error(t, w) + 1e-7
+    t = a.t().contiguous().t()
+    assert torch.equal(swiglu_half.swiglu(t, u[:, :1].expand_as(u)), swiglu_half.swiglu(a, u[:, :1].expand_as(u).contiguous()))
+    assert swiglu_half.swiglu(a[:0], u[:0]).shape == (0, 508)
+
+def test_swiglu_kernel_as_torch_sees_it(swiglu_half):
+    "Shapes, gradients and compilation, registered once and for both devices"
+    a, u, g = torch.randn(3, 4, 9)
+    torch.library.opcheck(swiglu_half.swiglu, (leaf(a), leaf(u)))
+    torch.library.opcheck(swiglu_half.swiglu_backward, (g, a, u))
+    torch._dynamo.reset()
+    compiled = torch.compile(swiglu_half.swiglu, fullgraph=True, backend='aot_eager')
+    for x,y in zip(gradients(compiled, [a, u], g), gradients(swiglu_ref, [a, u], g)): assert rel_error(x, y) < 1e-6
+    a, u = leaf(a), leaf(u)
+    d, = torch.autograd.grad(swiglu_half.swiglu(a, u).square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match='once_differentiable'): d.sum().backward()
 
 
 # --- repeat_kv -------------------------------------------------------------------------------------------------------------------------------
@@ -204,6 +270,7 @@ def test_group_one_is_the_identity():
 OPS = {
     'rms_norm': (rms_norm, rms_norm_ref, rms_norm_grad, [(6, 5, 48), (48,)], (6, 5, 48)),
     'swiglu': (swiglu, swiglu_ref, swiglu_grad, [(6, 5, 48), (6, 5, 48)], (6, 5, 48)),
+    'swiglu of large tensors': (_SwiGLU.apply, swiglu_ref, swiglu_grad, [(6, 5, 48), (6, 5, 48)], (6, 5, 48)),
     'repeat_kv': (lambda x: repeat_kv(x, 3), lambda x: repeat_kv_ref(x, 3), lambda x,g: repeat_kv_grad(g, 3), [(2, 2, 5, 16)], (2, 6, 5, 16)),
 }
 each_op = pytest.mark.parametrize('op', OPS)
@@ -287,6 +354,9 @@ def test_backward_twice_and_accumulation(op):
 
 @each_op
 def test_second_derivative_is_refused(op):
+    if op == 'swiglu': # torch's own autograd, which knows it
+        assert torch.autograd.gradgradcheck(swiglu, [leaf(t[:1, :1, :4].double()) for t in inputs_of(op, torch.float32)[0]])
+        return
     inputs, g = inputs_of(op, torch.float32)
     leaves = [leaf(t) for t in inputs]
     d = torch.autograd.grad(OPS[op][0](*leaves).square().sum(), leaves, create_graph=True)
@@ -369,7 +439,7 @@ def test_fewer_bytes_than_autograd():
         return (t.read+t.written)/g.nbytes, t.fresh/g.nbytes
     (moved, fresh), (moved0, fresh0) = cost(rms_norm, (512, 256), (256,)), cost(lambda x,w: F.rms_norm(x, (256,), w, 1e-6), (512, 256), (256,))
     assert moved < .72*moved0 and fresh <= 3.1 < fresh0
-    (moved, fresh), (moved0, fresh0) = cost(swiglu, (512, 256), (512, 256)), cost(their_swiglu, (512, 256), (512, 256))
+    (moved, fresh), (moved0, fresh0) = cost(_SwiGLU.apply, (512, 256), (512, 256)), cost(their_swiglu, (512, 256), (512, 256))
     assert moved <= moved0+2 and fresh <= 3 < fresh0
 
 
