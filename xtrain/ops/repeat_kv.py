@@ -31,13 +31,14 @@ def repeat_kv_ref(
     B, H, S, D = x.shape
     return x if group == 1 else x[:, :, None].expand(B, H, group, S, D).reshape(B, H*group, S, D)
 
-# %% ../../nbs/06_repeat_kv.ipynb #035a664b
+# %% ../../nbs/06_repeat_kv.ipynb #093202a6
 def repeat_kv_grad(
     g:Tensor, # Gradient of the loss by the output, `(B, Hkv*group, S, D)`
     group:int, # The forward's
 )->Tensor: # Gradient by the input, `(B, Hkv, S, D)`, in `g`'s dtype; `g` itself for group 1
     "Sum over each group, head after head, in float32"
     if group == 1: return g
+    if (ns := cuda_ops('repeat_kv', g)) is not None: return ns.repeat_kv_backward(g, group)
     first, second, *rest = g.unflatten(1, (g.shape[1]//group, group)).unbind(2)
     dx = acc(first) + second
     for r in rest: dx.add_(r)
