@@ -1,0 +1,126 @@
+"""Watch every memory access of every op's kernels: python tools/sanitize.py [memcheck racecheck initcheck synccheck]
+
+compute-sanitizer runs this file again and again, once a tool; that second process calls each op, forward and backward, on
+small shapes chosen to be awkward: one row, sizes that are no multiple of anything, storage that begins at an odd place.
+It comes with the CUDA toolkit, or as `pip install nvidia-cuda-sanitizer-api`. Needs a GPU and exits with 1 on any finding.
+"""
+import argparse, os, re, shutil, subprocess, sys, time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ['memcheck', 'racecheck', 'initcheck']
+
+
+def find_sanitizer():
+    "compute-sanitizer beside an nvcc, on PATH, or from PyPI"
+    from importlib.util import find_spec
+    from xtrain.kernels import find_nvcc
+    nvcc, _ = find_nvcc()
+    places = [nvcc.path.resolve().parent/'compute-sanitizer'] if nvcc else []
+    places += [Path(d)/'bin'/'compute-sanitizer' for v in ('CUDA_HOME', 'CUDA_PATH') if (d := os.environ.get(v))]
+    for d in getattr(find_spec('nvidia'), 'submodule_search_locations', None) or (): places += Path(d).glob('cu*/**/compute-sanitizer')
+    places += [Path(p) for p in [shutil.which('compute-sanitizer')] if p] + sorted(Path('/usr/local').glob('cuda*/bin/compute-sanitizer'), reverse=True)
+    return next((p for p in places if p.is_file() and os.access(p, os.X_OK)), None)
+
+
+# ---------------------------------------------------------------- the watched process
+
+def cases():
+    "(name, function that runs forward and backward) of every op"
+    import torch
+    from xtrain.ops.rms_norm import rms_norm, add_rms_norm
+    from xtrain.ops.rope import rope, rope_tables, qk_norm_rope
+    from xtrain.ops.swiglu import swiglu
+    from xtrain.ops.repeat_kv import repeat_kv
+    from xtrain.ops.cross_entropy import cross_entropy, linear_cross_entropy
+    def new(*shape, dtype, shift=0, grad=True): # `shift` elements into its storage
+        n = torch.Size(shape).numel()
+        return torch.randn(n+shift, device='cuda').to(dtype)[shift:].view(shape).requires_grad_(grad)
+    def back(*outs): torch.autograd.backward(outs, [torch.randn_like(o) for o in outs])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        k, short = dict(dtype=dtype), str(dtype).split('.')[1]
+        def norm(R, D, s): back(rms_norm(new(R, D, shift=s, **k), new(D, dtype=torch.float32)))
+        def add_norm(R, D, s): back(*add_rms_norm(new(R, D, shift=s, **k), new(R, D, **k), new(D, **k)))
+        for R,D,s in ((1, 1, 0), (3, 7, 0), (5, 64, 1), (33, 128, 0), (2, 1000, 0), (9, 1024, 0), (3, 4096, 0), (2, 4100, 3), (2, 9000, 0)):
+            yield f'rms_norm {R}x{D}+{s} {short}', lambda R=R, D=D, s=s, f=norm: f(R, D, s)
+            yield f'add_rms_norm {R}x{D}+{s} {short}', lambda R=R, D=D, s=s, f=add_norm: f(R, D, s)
+        def turn(B, H, T, D, s, c=k): back(rope(new(B, H, T, D, shift=s, **c), *rope_tables(torch.arange(T, device='cuda'), D, dtype=c['dtype'])))
+        def turn2(B, T, H, D, s, c=k): back(qk_norm_rope(new(B, T, H, D, shift=s, **c), new(D, **c), *rope_tables(torch.arange(T, device='cuda'), D, dtype=c['dtype'])))
+        for B,H,T,D,s in ((1, 1, 1, 2, 0), (2, 3, 5, 64, 0), (1, 2, 7, 128, 1), (2, 4, 3, 6, 0), (1, 2, 33, 96, 0), (1, 1, 3, 256, 0)):
+            yield f'rope {B},{H},{T},{D}+{s} {short}', lambda a=(B, H, T, D, s), f=turn: f(*a)
+            yield f'qk_norm_rope {B},{T},{H},{D}+{s} {short}', lambda a=(B, T, H, D, s), f=turn2: f(*a)
+        for shape,s in (((1,), 0), ((3, 5), 1), ((7, 128), 0), ((2, 3, 1000), 0)):
+            yield f'swiglu {shape}+{s} {short}', lambda shape=shape, s=s, k=k: back(swiglu(new(*shape, shift=s, **k), new(*shape, **k)))
+        for B,H,S,D,g,s in ((1, 1, 1, 1, 2, 0), (2, 3, 5, 64, 4, 0), (1, 2, 7, 33, 3, 1), (2, 1, 9, 128, 2, 0)):
+            yield f'repeat_kv {B},{H},{S},{D} x{g}+{s} {short}', lambda a=(B, H, S, D), g=g, s=s, k=k: back(repeat_kv(new(*a, shift=s, **k), g))
+        for R,V,s in ((1, 1, 0), (3, 7, 0), (5, 1000, 1), (3, 50257, 0)):
+            for options in ({}, dict(z_loss=1e-4, softcap=30.)):
+                def loss(R=R, V=V, s=s, k=k, options=options):
+                    t = torch.randint(0, V, (R,), device='cuda'); t[0] = -100 if R > 1 else 0
+                    cross_entropy(new(R, V, shift=s, **k), t, **options).backward()
+                yield f'cross_entropy {R}x{V}+{s} {short} {options or ""}', loss
+        def fused(k=k):
+            t = torch.randint(0, 1003, (37,), device='cuda'); t[5] = -100
+            linear_cross_entropy(new(37, 64, **k), new(64, 1003, **k), t, weight=torch.rand(37, device='cuda')).backward()
+        yield f'linear_cross_entropy 37x64x1003 {short}', fused
+        def adamw(k=k):
+            from xtrain.optim import AdamW
+            ps = [torch.nn.Parameter(new(*s, grad=False, **k)) for s in ((1,), (7,), (33, 65), (3, 5, 7), (100, 1001))]
+            opt = AdamW(ps, lr=1e-3, weight_decay=.1, max_norm=1.)
+            for _ in range(2):
+                for p in ps: p.grad = torch.randn_like(p)
+                opt.step()
+        yield f'adamw {short}', adamw
+        def attend(D, T, H, K, k=k):
+            from xtrain.ops.flash_attention import flash_attention
+            back(flash_attention(new(2, H, T, D, **k), new(2, K, T, D, **k), new(2, K, T, D, **k), pad=torch.tensor([0, 3], device='cuda')))
+        for D,T,H,K in ((16, 5, 2, 1), (32, 70, 4, 2), (64, 130, 2, 2), (128, 65, 2, 1)):
+            yield f'flash_attention {D},{T},{H}/{K} {short}', lambda a=(D, T, H, K), f=attend: f(*a)
+
+
+def ops(only):
+    import torch
+    from xtrain.kernels import backend
+    torch.manual_seed(0)
+    n, errors = 0, 0
+    for name,f in cases():
+        if not re.search(only, name): continue
+        try: f(); torch.cuda.synchronize(); n += 1
+        except Exception as e: print(f'FAILED {name}: {type(e).__name__}: {str(e).splitlines()[0]}', flush=True); errors += 1
+    print(f'{n} cases ran, {errors} failed', flush=True)
+    sys.exit(bool(errors))
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('tools', nargs='*', default=TOOLS, help='default: ' + ' '.join(TOOLS))
+    p.add_argument('--only', default='', metavar='REGEX', help='only cases whose name it finds, such as "rope .*float32"')
+    p.add_argument('--timeout', type=float, default=None, help='seconds for one tool')
+    p.add_argument('--ops', action='store_true', help=argparse.SUPPRESS)
+    a = p.parse_args()
+    sys.path.insert(0, str(ROOT))
+    if a.ops: ops(a.only)
+    from xtrain.kernels import backend, no_gpu
+    if why := no_gpu(): sys.exit(f'sanitize: {why}')
+    tool = find_sanitizer()
+    if not tool: sys.exit('sanitize: no compute-sanitizer found; install a CUDA toolkit, or pip install nvidia-cuda-sanitizer-api')
+    choice, why = backend()  # built before, so that no compiler runs under the tool
+    if choice != 'cuda': sys.exit(f'sanitize: no kernels to watch: {why}')
+    print(f'{tool}; {why}', flush=True)
+    # Without torch's caching every tensor is an allocation of its own, whose borders the tool can see
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]), PYTORCH_NO_CUDA_MEMORY_CACHING='1', CUDA_LAUNCH_BLOCKING='1')
+    bad = 0
+    for t in a.tools:
+        start = time.time()
+        cmd = [tool, '--tool', t, '--error-exitcode', '7', '--print-limit', '20', sys.executable, __file__, '--ops', '--only', a.only]
+        try: r = subprocess.run(list(map(str, cmd)), env=env, capture_output=True, text=True, errors='replace', timeout=a.timeout)
+        except subprocess.TimeoutExpired as e:
+            print(f'{t}: not at its end after {a.timeout:.0f} s: {(e.stdout or b"")[-1500:].decode(errors="replace")}', flush=True); bad += 1; continue
+        lines = (r.stdout+r.stderr).splitlines()
+        last = [l for l in lines if 'SUMMARY' in l or 'cases ran' in l]
+        if r.returncode: bad += 1; print('\n'.join(lines[-60:]))
+        print(f'{t}: {"FAILED" if r.returncode else "clean"} in {time.time()-start:.0f} s: {"; ".join(l.strip("= ") for l in last)}', flush=True)
+    sys.exit(bool(bad))
+
+
+if __name__ == '__main__': main()
