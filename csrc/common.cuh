@@ -71,6 +71,11 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vec {
     __device__ __forceinline__ const P& pair(int i) const { return reinterpret_cast<const P*>(v)[i]; }
     __device__ __forceinline__ static Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
     __device__ __forceinline__ void store(T* p) const { *reinterpret_cast<Vec*>(p) = *this; }
+    // For results that nothing reads soon: evicted first, so that they leave the cache in the order they were written.
+    __device__ __forceinline__ void store_once(T* p) const {
+        if constexpr (sizeof(Vec) == 16) __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(this));
+        else store(p);
+    }
 };
 
 // 16 bytes from global to shared memory without passing through registers; a thread waits for its own copies.
@@ -99,6 +104,9 @@ __device__ __forceinline__ float block_sum(float x, float* smem) { return block_
 template <class W> __global__ void __launch_bounds__(1024) sum_parts(const float* __restrict__ part, W* __restrict__ dw, int parts, int64_t D) {
     __shared__ double s[32][33];
     const int64_t c = blockIdx.x * 32ll + threadIdx.x;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
     double a = 0;
     if (c < D)
 #pragma unroll 8
@@ -110,6 +118,31 @@ template <class W> __global__ void __launch_bounds__(1024) sum_parts(const float
         for (int k = 0; k < 32; k++) t += s[k][threadIdx.x];
         dw[c] = from_float<W>((float)t);
     }
+}
+
+// Said by a kernel that is done, to one that `launch_after` put behind it.
+__device__ __forceinline__ void done() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Launch a kernel that waits by itself (`griddepcontrol.wait`) for the one before it in the stream: its start overlaps the other's end.
+template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, cudaStream_t s, A... args) {
+    int dev, major;
+    cudaGetDevice(&dev);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c{};
+    c.gridDim = blocks; c.blockDim = threads; c.stream = s; c.attrs = &early; c.numAttrs = major >= 9;
+    cudaLaunchKernelEx(&c, kernel, static_cast<P>(args)...);
+}
+// dw = the sum over `parts` rows of `part` [parts, D], in dw's type (float32 or T)
+template <class T> void reduce_parts(const void* part, void* dw, bool f32, int64_t parts, int64_t D, cudaStream_t s) {
+    const dim3 blocks((unsigned)((D + 31) / 32)), threads(32, 32);
+    if (f32) launch_after(sum_parts<float>, blocks, threads, s, (const float*)part, (float*)dw, (int)parts, D);
+    else launch_after(sum_parts<T>, blocks, threads, s, (const float*)part, (T*)dw, (int)parts, D);
 }
 
 inline cudaStream_t stream_of(const Tensor& x) {
@@ -128,6 +161,16 @@ inline void check_launch(const char* name) {
     STD_TORCH_CHECK(e == cudaSuccess, name, ": ", cudaGetErrorString(e));
 }
 inline bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
+
+// Division of a number below 2^31 by one that is known before the launch: a multiplication and a shift.
+struct Divisor {
+    unsigned d, mul, shift;
+    Divisor(int64_t n = 1) : d((unsigned)n), shift(0) {
+        while ((1ull << shift) < d) shift++;
+        mul = (unsigned)(((1ull << 32) * ((1ull << shift) - d)) / d + 1);
+    }
+    __device__ __forceinline__ unsigned quotient(unsigned n) const { return (__umulhi(n, mul) + n) >> shift; }
+};
 
 // Run the body with `T` the CUDA type of a tensor's elements.
 #define DISPATCH(type, name, ...)                                                                   \

@@ -1,139 +1,181 @@
 // RMSNorm y = w * x / sqrt(mean(x^2) + eps) and its gradient, with an optional residual add in the same pass.
 // A row lives in the registers of `tpr` threads, so x is read once; the backward recomputes 1/rms from x instead of
-// keeping it. Each block owns a fixed set of rows and sums its share of dw in registers; a second kernel adds the
+// keeping it. x * r is rounded to T before the gain, as in the definition (and in transformers), gains in float32 too.
+// Each block of the backward owns a fixed set of rows and sums its share of dw in registers; a second kernel adds the
 // shares in block order, so two runs give the same bits.
 #include "common.cuh"
 
 #ifdef __CUDACC__
-// N gains at once, as `gain` reads them
-template <class T, int N> __device__ __forceinline__ void gains(const void* w, bool w_f32, int i, float (&out)[N]) {
-    if (w_f32) {
+constexpr int FWD_THREADS = 128, BWD_THREADS = 128;
+constexpr int BWD_STAGES = 2;                                     // rows on their way to a thread, the one it works on included
+
+// N gains, rounded to T
+template <class T, int N> __device__ __forceinline__ Vec<T, N> load_gain(const void* w, bool w_f32, int i) {
+    if (!w_f32) return Vec<T, N>::load(static_cast<const T*>(w) + i);
+    Vec<T, N> o;
 #pragma unroll
-        for (int k = 0; k < N; k += 4) {
-            const float4 f = *reinterpret_cast<const float4*>(static_cast<const float*>(w) + i + k);
-            out[k] = f.x; out[k + 1] = f.y; out[k + 2] = f.z; out[k + 3] = f.w;
-        }
-    } else {
-        const Vec<T, N> v = Vec<T, N>::load(static_cast<const T*>(w) + i);
-#pragma unroll
-        for (int k = 0; k < N; k++) out[k] = v[k];
+    for (int k = 0; k < N; k += 4) {
+        const float4 f = *reinterpret_cast<const float4*>(static_cast<const float*>(w) + i + k);
+        o.set(k, f.x); o.set(k + 1, f.y); o.set(k + 2, f.z); o.set(k + 3, f.w);
     }
+    return o;
+}
+// w * round(x * r), rounded again
+template <class T, int N> __device__ __forceinline__ Vec<T, N> normed(const Vec<T, N>& x, float r, const Vec<T, N>& w) {
+    Vec<T, N> o;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const float2 f = to_floats(x.pair(i));
+        o.pair(i) = mul_rn(w.pair(i), from_floats<typename Vec<T, N>::P>(f.x * r, f.y * r));
+    }
+    return o;
+}
+// Sums over `width` neighbouring lanes of N numbers at once, so that their exchanges overlap
+template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int width) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1)
+        if (o < width)
+#pragma unroll
+            for (int k = 0; k < N; k++) x[k] += __shfl_xor_sync(~0u, x[k], o);
 }
 
-// NV vectors of VEC elements a thread; BLOCK: a row has the whole block, else tpr <= 32 lanes of a warp.
-template <class T, int NV, bool BLOCK, bool ADD>
-__global__ void __launch_bounds__(BLOCK ? 512 : 256) fwd_kernel(const T* __restrict__ x, const T* __restrict__ res, const void* __restrict__ w, bool w_f32,
-                                                                 T* __restrict__ y, T* __restrict__ sum, int64_t rows, int D, int tpr, float eps) {
+// R rows a thread at once, NV vectors of each. WIDE: a row has tpr / 32 whole warps (and R is 1), else tpr <= 32 lanes of one.
+template <class T, int NV, int R, bool WIDE, bool ADD>
+__global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS, 1) fwd_kernel(const T* __restrict__ x, const T* __restrict__ res, const void* __restrict__ w, bool w_f32,
+                                                                        T* __restrict__ y, T* __restrict__ sum, int64_t rows, int D, int tpr, float eps) {
     constexpr int VEC = 16 / sizeof(T);
     using V = Vec<T, VEC>;
-    __shared__ float smem[64];
-    const int per_block = BLOCK ? 1 : blockDim.x / tpr, lane = BLOCK ? threadIdx.x : threadIdx.x % tpr;
-    const int64_t row = blockIdx.x * (int64_t)per_block + (BLOCK ? 0 : threadIdx.x / tpr);
-    const bool live = row < rows;
-    V v[NV];
-    float ss = 0.f;
+    __shared__ float partial[16];
+    const int groups = blockDim.x / tpr, lane = threadIdx.x % tpr, group = threadIdx.x / tpr;
+    const int64_t first = blockIdx.x * (int64_t)(groups * R) + group;
+    V v[R][NV];
+    float ss[R] = {};
 #pragma unroll
-    for (int j = 0; j < NV; j++) {
-        const int c = (lane + j * tpr) * VEC;
-        if (live && c < D) {
-            v[j] = V::load(x + row * D + c);
+    for (int k = 0; k < R; k++)
+#pragma unroll
+        for (int j = 0; j < NV; j++) {
+            const int c = (lane + j * tpr) * VEC;
+            if (first + k * groups < rows && c < D) v[k][j] = V::load(x + (first + k * groups) * D + c);
+        }
+#pragma unroll
+    for (int k = 0; k < R; k++)
+#pragma unroll
+        for (int j = 0; j < NV; j++) {
+            const int c = (lane + j * tpr) * VEC;
+            if (first + k * groups >= rows || c >= D) continue;
             if (ADD) {
-                const V r = V::load(res + row * D + c);
+                const int64_t o = (first + k * groups) * D + c;
+                const V r = V::load(res + o);
 #pragma unroll
-                for (int i = 0; i < VEC; i++) v[j].set(i, v[j][i] + r[i]);
-                v[j].store(sum + row * D + c);
+                for (int i = 0; i < VEC / 2; i++) v[k][j].pair(i) = add_rn(v[k][j].pair(i), r.pair(i));
+                v[k][j].store_once(sum + o);
             }
 #pragma unroll
-            for (int i = 0; i < VEC; i++) ss += v[j][i] * v[j][i];
+            for (int i = 0; i < VEC; i++) ss[k] += v[k][j][i] * v[k][j][i];
         }
+    lane_sums(ss, WIDE ? 32 : tpr);
+    if (WIDE) {
+        const int warps = tpr / 32;
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = ss[0];
+        __syncthreads();
+        ss[0] = 0.f;
+        for (int k = 0; k < warps; k++) ss[0] += partial[group * warps + k];
     }
-    ss = BLOCK ? block_sum(ss, smem) : lane_sum(ss, tpr);
-    const float r = __frsqrt_rn(ss / D + eps);
 #pragma unroll
-    for (int j = 0; j < NV; j++) {
-        const int c = (lane + j * tpr) * VEC;
-        if (live && c < D) {
-            float wv[VEC];
-            gains<T, VEC>(w, w_f32, c, wv);
+    for (int k = 0; k < R; k++) {
+        const float r = __frsqrt_rn(ss[k] / D + eps);
 #pragma unroll
-            for (int i = 0; i < VEC; i++) v[j].set(i, wv[i] * (v[j][i] * r));
-            v[j].store(y + row * D + c);
+        for (int j = 0; j < NV; j++) {
+            const int c = (lane + j * tpr) * VEC;
+            if (first + k * groups < rows && c < D) normed(v[k][j], r, load_gain<T, VEC>(w, w_f32, c)).store_once(y + (first + k * groups) * D + c);
         }
     }
 }
 
 // dx = r*(g*w) - x * r^3 * mean(g*w*x) [+ dsum];  dw = sum over rows of g * x * r
-// Each thread copies its own vectors of the next STAGES rows to shared memory while it works on this one, so the loads in
-// flight do not depend on registers or occupancy, and only the sums over a row need a barrier.
-template <class T, int NV, bool BLOCK, bool ADD, int STAGES>
-__global__ void __launch_bounds__(BLOCK ? 512 : 256) bwd_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ dsum, const void* __restrict__ w, bool w_f32,
-                                                                 T* __restrict__ dx, float* __restrict__ dw_part, int64_t rows, int D, int tpr, float eps) {
-    constexpr int VEC = 16 / sizeof(T), IN = ADD ? 3 : 2;
+// Each thread copies its own vectors of the next rows to shared memory while it works on these, so the loads in flight do not
+// depend on registers or occupancy, and only the sums over a row need a barrier.
+template <class T, int NV, int R, bool WIDE, bool ADD>
+__global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ dsum, const void* __restrict__ w, bool w_f32,
+                                                                        T* __restrict__ dx, float* __restrict__ dw_part, int64_t rows, int D, int tpr, float eps) {
+    constexpr int VEC = 16 / sizeof(T), IN = ADD ? 3 : 2, STAGES = BWD_STAGES;
     using V = Vec<T, VEC>;
-    __shared__ float smem[2][64];
+    __shared__ float2 partial[2][16];
     extern __shared__ __align__(16) unsigned char dynamic[];
-    V* ring = reinterpret_cast<V*>(dynamic);                      // [STAGES][IN][NV][blockDim.x]
-    const int per_block = BLOCK ? 1 : blockDim.x / tpr, lane = BLOCK ? threadIdx.x : threadIdx.x % tpr, slot = BLOCK ? 0 : threadIdx.x / tpr;
-    const int64_t stride = (int64_t)gridDim.x * per_block;
+    V* ring = reinterpret_cast<V*>(dynamic);                      // [STAGES][R][NV][IN][blockDim.x]
+    const int groups = WIDE ? 1 : blockDim.x / tpr, lane = WIDE ? threadIdx.x : threadIdx.x % tpr, group = WIDE ? 0 : threadIdx.x / tpr;
+    const int64_t stride = gridDim.x * (int64_t)(groups * R);
     float dw[NV][VEC] = {};
-    float wv[NV][VEC];
+    V wv[NV];
 #pragma unroll
-    for (int j = 0; j < NV; j++) if ((lane + j * tpr) * VEC < D) gains<T, VEC>(w, w_f32, (lane + j * tpr) * VEC, wv[j]);
-    auto at = [&](int stage, int which, int j) { return ring + ((stage * IN + which) * NV + j) * blockDim.x + threadIdx.x; };
-    auto fetch = [&](int64_t row, int stage) {
+    for (int j = 0; j < NV; j++) if ((lane + j * tpr) * VEC < D) wv[j] = load_gain<T, VEC>(w, w_f32, (lane + j * tpr) * VEC);
+    auto slot = [&](int stage, int k, int j, int which) { return ring + (((stage * R + k) * NV + j) * IN + which) * blockDim.x + threadIdx.x; };
+    auto fetch = [&](int64_t first, int stage) {
 #pragma unroll
-        for (int j = 0; j < NV; j++) {
-            const int c = (lane + j * tpr) * VEC;
-            if (row < rows && c < D) {
-                copy_async(at(stage, 0, j), x + row * D + c);
-                copy_async(at(stage, 1, j), g + row * D + c);
-                if (ADD) copy_async(at(stage, 2, j), dsum + row * D + c);
+        for (int k = 0; k < R; k++)
+#pragma unroll
+            for (int j = 0; j < NV; j++) {
+                const int c = (lane + j * tpr) * VEC;
+                const int64_t row = first + k * groups;
+                if (row < rows && c < D) {
+                    copy_async(slot(stage, k, j, 0), x + row * D + c);
+                    copy_async(slot(stage, k, j, 1), g + row * D + c);
+                    if (ADD) copy_async(slot(stage, k, j, 2), dsum + row * D + c);
+                }
             }
-        }
         copy_commit();
     };
-    int64_t row = blockIdx.x * (int64_t)per_block + slot;
+    int64_t first = blockIdx.x * (int64_t)(groups * R) + group;
 #pragma unroll
-    for (int k = 0; k < STAGES - 1; k++) fetch(row + k * stride, k);
+    for (int k = 0; k < STAGES - 1; k++) fetch(first + k * stride, k);
     int stage = 0, turn = 0;
-    for (int64_t base = blockIdx.x * (int64_t)per_block; base < rows; base += stride, row += stride, turn ^= 1) {
-        const bool live = row < rows;
-        fetch(row + (STAGES - 1) * stride, stage == 0 ? STAGES - 1 : stage - 1);
+    for (int64_t base = blockIdx.x * (int64_t)(groups * R); base < rows; base += stride, first += stride, turn ^= 1) {
+        fetch(first + (STAGES - 1) * stride, stage == 0 ? STAGES - 1 : stage - 1);
         copy_wait<STAGES - 1>();
-        V xc[NV], gc[NV];
-        float2 sum = {0.f, 0.f};                                  // x^2 and g*w*x
+        V xc[R][NV], gc[R][NV];
+        float sums[2 * R] = {};                                   // x^2 and g*w*x of each row
 #pragma unroll
-        for (int j = 0; j < NV; j++) {
-            if (live && (lane + j * tpr) * VEC < D) {
-                xc[j] = *at(stage, 0, j); gc[j] = *at(stage, 1, j);
+        for (int k = 0; k < R; k++)
 #pragma unroll
-                for (int i = 0; i < VEC; i++) sum.x += xc[j][i] * xc[j][i], sum.y += gc[j][i] * wv[j][i] * xc[j][i];
-            }
-        }
-        sum = BLOCK ? block_sum(sum, smem[turn]) : make_float2(lane_sum(sum.x, tpr), lane_sum(sum.y, tpr));
-        const float r = __frsqrt_rn(sum.x / D + eps), k = sum.y / D * r * r;
+            for (int j = 0; j < NV; j++)
+                if (first + k * groups < rows && (lane + j * tpr) * VEC < D) {
+                    xc[k][j] = *slot(stage, k, j, 0); gc[k][j] = *slot(stage, k, j, 1);
 #pragma unroll
-        for (int j = 0; j < NV; j++) {
-            const int c = (lane + j * tpr) * VEC;
-            if (live && c < D) {
-                V d;
-                if (ADD) d = *at(stage, 2, j);
-#pragma unroll
-                for (int i = 0; i < VEC; i++) {
-                    const float t = r * (gc[j][i] * wv[j][i] - xc[j][i] * k);
-                    dw[j][i] += gc[j][i] * xc[j][i] * r;
-                    d.set(i, ADD ? d[i] + t : t);
+                    for (int i = 0; i < VEC; i++) sums[2 * k] += xc[k][j][i] * xc[k][j][i], sums[2 * k + 1] += gc[k][j][i] * wv[j][i] * xc[k][j][i];
                 }
-                d.store(dx + row * D + c);
+        lane_sums(sums, WIDE ? 32 : tpr);
+        if (WIDE) {
+            if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = {sums[0], sums[1]};
+            __syncthreads();
+            sums[0] = sums[1] = 0.f;
+            for (int k = 0; k < blockDim.x / 32; k++) sums[0] += partial[turn][k].x, sums[1] += partial[turn][k].y;
+        }
+#pragma unroll
+        for (int k = 0; k < R; k++) {
+            const float r = __frsqrt_rn(sums[2 * k] / D + eps), m = sums[2 * k + 1] / D * r * r;
+#pragma unroll
+            for (int j = 0; j < NV; j++) {
+                const int c = (lane + j * tpr) * VEC;
+                if (first + k * groups < rows && c < D) {
+                    V d;
+                    if (ADD) d = *slot(stage, k, j, 2);
+#pragma unroll
+                    for (int i = 0; i < VEC; i++) {
+                        const float t = r * (gc[k][j][i] * wv[j][i] - xc[k][j][i] * m);
+                        dw[j][i] += gc[k][j][i] * (xc[k][j][i] * r);
+                        d.set(i, ADD ? d[i] + t : t);
+                    }
+                    d.store_once(dx + (first + k * groups) * D + c);
+                }
             }
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    // the block's share of dw; with several rows a block, its row slots one after the other
+    // the block's share of dw; with several rows a block, its groups one after the other
     copy_wait<0>();
     __syncthreads();
     float* acc = reinterpret_cast<float*>(dynamic);
-    float* out = BLOCK ? dw_part + blockIdx.x * (int64_t)D : acc + slot * D;
+    float* out = WIDE ? dw_part + blockIdx.x * (int64_t)D : acc + group * D;
 #pragma unroll
     for (int j = 0; j < NV; j++)
 #pragma unroll
@@ -141,17 +183,19 @@ __global__ void __launch_bounds__(BLOCK ? 512 : 256) bwd_kernel(const T* __restr
             const int c = (lane + j * tpr) * VEC + i;
             if (c < D) out[c] = dw[j][i];
         }
-    if (!BLOCK) {
+    if (!WIDE) {
         __syncthreads();
         for (int c = threadIdx.x; c < D; c += blockDim.x) {
             float s = 0.f;
-            for (int k = 0; k < per_block; k++) s += acc[k * D + c];
+            for (int k = 0; k < groups; k++) s += acc[k * D + c];
             dw_part[blockIdx.x * (int64_t)D + c] = s;
         }
     }
+    done();
 }
 
 // Rows of any width, any alignment: one block a row, the row read twice.
+template <class T> __device__ __forceinline__ float any_gain(const void* w, bool w_f32, int64_t c) { return round_to<T>(gain<T>(w, w_f32, c)); }
 template <class T, bool ADD>
 __global__ void fwd_any(const T* x, const T* res, const void* w, bool w_f32, T* y, T* sum, int64_t rows, int64_t D, float eps) {
     __shared__ float smem[64];
@@ -164,7 +208,7 @@ __global__ void fwd_any(const T* x, const T* res, const void* w, bool w_f32, T* 
     }
     const float r = __frsqrt_rn(block_sum(ss, smem) / D + eps);
     for (int64_t c = threadIdx.x; c < D; c += blockDim.x)
-        y[o + c] = from_float<T>(gain<T>(w, w_f32, c) * (to_float((ADD ? sum : x)[o + c]) * r));
+        y[o + c] = from_float<T>(any_gain<T>(w, w_f32, c) * round_to<T>(to_float((ADD ? sum : x)[o + c]) * r));
 }
 template <class T, bool ADD>
 __global__ void bwd_any(const T* g, const T* x, const T* dsum, const void* w, bool w_f32, T* dx, float* rstd, int64_t rows, int64_t D, float eps) {
@@ -173,12 +217,12 @@ __global__ void bwd_any(const T* g, const T* x, const T* dsum, const void* w, bo
     float ss = 0.f, dot = 0.f;
     for (int64_t c = threadIdx.x; c < D; c += blockDim.x) {
         const float v = to_float(x[o + c]);
-        ss += v * v; dot += to_float(g[o + c]) * gain<T>(w, w_f32, c) * v;
+        ss += v * v; dot += to_float(g[o + c]) * any_gain<T>(w, w_f32, c) * v;
     }
     const float2 sum = block_sum(make_float2(ss, dot), smem);
     const float r = __frsqrt_rn(sum.x / D + eps), k = sum.y / D * r * r;
     for (int64_t c = threadIdx.x; c < D; c += blockDim.x) {
-        const float t = r * (to_float(g[o + c]) * gain<T>(w, w_f32, c) - to_float(x[o + c]) * k);
+        const float t = r * (to_float(g[o + c]) * any_gain<T>(w, w_f32, c) - to_float(x[o + c]) * k);
         dx[o + c] = from_float<T>(ADD ? t + to_float(dsum[o + c]) : t);
     }
     if (threadIdx.x == 0) rstd[blockIdx.x] = r;
@@ -188,35 +232,28 @@ __global__ void dw_any(const T* g, const T* x, const float* rstd, float* dw_part
     const int64_t c = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (c >= D) return;
     float s = 0.f;
-    for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) s += to_float(g[row * D + c]) * to_float(x[row * D + c]) * rstd[row];
+    for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) s += to_float(g[row * D + c]) * (to_float(x[row * D + c]) * rstd[row]);
     dw_part[blockIdx.y * D + c] = s;
 }
 
-// A thread holds up to 4 vectors. Up to 128 of them (D 1024 in bf16) a row fits one warp, up to 512 times as many a block; wider or unaligned rows take `*_any`.
-struct Plan { int nv, tpr, threads; bool block, fast; };
-template <class T, int MAX> Plan plan(int64_t D, bool aligned) {
+// How a row is spread: up to 64 vectors over the lanes of one warp, more over whole warps; ragged, unaligned or very wide
+// rows take `*_any`. On an H200 few loads in flight and evict-first stores are fastest: the forward has 64 threads for a row of
+// up to 8 vectors each, the backward 2 vectors a thread, one row ahead, and 512 threads on a multiprocessor.
+struct Plan { int nv, tpr; bool wide, fast; };
+template <class T> Plan plan(int64_t D, bool aligned, bool forward) {
     constexpr int VEC = 16 / sizeof(T);
     const int64_t vecs = D / VEC;
-    Plan p{MAX, 32, 256, vecs > 32 * MAX, aligned && D % VEC == 0 && vecs <= 512 * MAX};
-    if (p.block) p.tpr = p.threads = (int)ceil_div(vecs, 32 * MAX) * 32;
-    else if (vecs <= 32) { p.nv = 1; p.tpr = pow2_at_least(vecs); }
-    else if (vecs <= 64) p.nv = 2;
+    Plan p{1, 32, vecs > 64, aligned && D % VEC == 0};
+    if (p.wide) {
+        if (forward) p.nv = vecs <= 128 ? 2 : vecs <= 256 ? 4 : 8;
+        else p.nv = 2;
+        p.tpr = (int)(ceil_div(vecs, 32 * p.nv) * 32);
+        p.fast = p.fast && vecs <= 512 * p.nv;
+    }
+    else if (vecs <= 32) p.tpr = pow2_at_least(vecs);
+    else p.nv = 2;
     return p;
 }
-#ifndef FWD_NV
-#define FWD_NV 2
-#define BWD_NV 2
-#define BWD_BLOCKS 4
-#define BWD_STAGES 2
-#endif
-#define LAUNCH(KERNEL, MAX, blocks, ...)                                           \
-    if (p.block) KERNEL(MAX, true)<<<blocks, p.threads, smem, s>>>(__VA_ARGS__);    \
-    else if (p.nv == 4) KERNEL(4, false)<<<blocks, p.threads, smem, s>>>(__VA_ARGS__); \
-    else if (p.nv == 2) KERNEL(2, false)<<<blocks, p.threads, smem, s>>>(__VA_ARGS__); \
-    else KERNEL(1, false)<<<blocks, p.threads, smem, s>>>(__VA_ARGS__)
-#define FWD(NV, BLOCK) fwd_kernel<T, NV, BLOCK, ADD>
-#define BWD(NV, BLOCK) bwd_kernel<T, NV, BLOCK, ADD, BWD_STAGES>
-#define BIG(NV, BLOCK) cudaFuncSetAttribute(BWD(NV, BLOCK), cudaFuncAttributeMaxDynamicSharedMemorySize, smem)
 
 template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tensor& w, double eps, Tensor& y, Tensor* sum) {
     const int64_t D = w.numel(), rows = D ? x.numel() / D : 0;
@@ -228,9 +265,17 @@ template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tenso
         const T *px = (const T*)x.const_data_ptr(), *pr = ADD ? (const T*)res->const_data_ptr() : nullptr;
         T *py = (T*)y.mutable_data_ptr(), *ps = ADD ? (T*)sum->mutable_data_ptr() : nullptr;
         const void* pw = w.const_data_ptr();
-        const Plan p = plan<T, FWD_NV>(D, aligned16(px) && aligned16(pr) && aligned16(py) && aligned16(pw));
+        const Plan p = plan<T>(D, aligned16(px) && aligned16(pr) && aligned16(py) && aligned16(ps) && aligned16(pw), true);
+        auto launch = [&](auto kernel, int R) {
+            const int threads = FWD_THREADS % p.tpr ? p.tpr : FWD_THREADS;
+            kernel<<<ceil_div(rows, threads / p.tpr * R), threads, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, (int)D, p.tpr, (float)eps);
+        };
         if (!p.fast) fwd_any<T, ADD><<<rows, 256, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, D, (float)eps);
-        else { const int smem = 0; LAUNCH(FWD, FWD_NV, ceil_div(rows, p.block ? 1 : p.threads / p.tpr), px, pr, pw, w_f32, py, ps, rows, (int)D, p.tpr, (float)eps); }
+        else if (p.wide && p.nv == 8) launch(fwd_kernel<T, 8, 1, true, ADD>, 1);
+        else if (p.wide && p.nv == 4) launch(fwd_kernel<T, 4, 1, true, ADD>, 1);
+        else if (p.wide) launch(fwd_kernel<T, 2, 1, true, ADD>, 1);
+        else if (p.nv == 2) launch(fwd_kernel<T, 2, 1, false, ADD>, 1);
+        else launch(fwd_kernel<T, 1, 2, false, ADD>, 2);
     });
     check_launch("rms_norm forward");
 }
@@ -245,31 +290,31 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
         const T *pg = (const T*)g.const_data_ptr(), *px = (const T*)x.const_data_ptr(), *pd = ADD ? (const T*)dsum->const_data_ptr() : nullptr;
         T* pdx = (T*)dx.mutable_data_ptr();
         const void* pw = w.const_data_ptr();
-        const Plan p = plan<T, BWD_NV>(D, aligned16(pg) && aligned16(px) && aligned16(pd) && aligned16(pdx) && aligned16(pw));
-        int64_t parts;
+        const Plan p = plan<T>(D, aligned16(pg) && aligned16(px) && aligned16(pd) && aligned16(pdx) && aligned16(pw), false);
+        int64_t parts = rows < 256 ? rows : 256;
         Tensor part = x;
         if (!p.fast) {
-            parts = rows < 256 ? rows : 256;
             part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
             Tensor rstd = torch::stable::new_empty(x, {rows}, ScalarType::Float);
             bwd_any<T, ADD><<<rows, 256, 0, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)rstd.mutable_data_ptr(), rows, D, (float)eps);
             dw_any<T><<<dim3(ceil_div(D, 128), parts), 128, 0, s>>>(pg, px, (const float*)rstd.const_data_ptr(), (float*)part.mutable_data_ptr(), rows, D);
         } else {
-            const int per_block = p.block ? 1 : p.threads / p.tpr;
-            const int nv = p.block ? BWD_NV : p.nv;
-            int smem = BWD_STAGES * (ADD ? 3 : 2) * nv * p.threads * 16;
-            if (!p.block && smem < per_block * D * 4) smem = per_block * D * 4;
-            if (p.block) BIG(BWD_NV, true); else if (p.nv == 4) BIG(4, false); else if (p.nv == 2) BIG(2, false); else BIG(1, false);
-            const int64_t want = (int64_t)sm_count() * (p.block && p.threads < 256 ? BWD_BLOCKS * 256 / p.threads : BWD_BLOCKS), have = ceil_div(rows, per_block);
-            parts = want < have ? want : have;
-            part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
-            float* pp = (float*)part.mutable_data_ptr();
-            LAUNCH(BWD, BWD_NV, parts, pg, px, pd, pw, w_f32, pdx, pp, rows, (int)D, p.tpr, (float)eps);
+            auto launch = [&](auto kernel, int R) {
+                const int threads = p.wide ? p.tpr : BWD_THREADS, groups = threads / p.tpr;
+                int smem = BWD_STAGES * R * p.nv * (ADD ? 3 : 2) * threads * 16;
+                if (!p.wide && smem < groups * D * 4) smem = groups * D * 4;
+                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+                const int64_t want = (int64_t)sm_count() * (512 / threads), have = ceil_div(rows, groups * R);
+                parts = want < have ? want : have;
+                part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
+                kernel<<<parts, threads, smem, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)part.mutable_data_ptr(), rows, (int)D, p.tpr, (float)eps);
+            };
+            if (p.wide) launch(bwd_kernel<T, 2, 1, true, ADD>, 1);
+            else if (p.nv == 2) launch(bwd_kernel<T, 2, 1, false, ADD>, 1);
+            else launch(bwd_kernel<T, 1, 2, false, ADD>, 2);
         }
         check_launch("rms_norm backward");
-        const dim3 block(32, 32);
-        if (w_f32) sum_parts<float><<<ceil_div(D, 32), block, 0, s>>>((const float*)part.const_data_ptr(), (float*)dw.mutable_data_ptr(), (int)parts, D);
-        else sum_parts<T><<<ceil_div(D, 32), block, 0, s>>>((const float*)part.const_data_ptr(), (T*)dw.mutable_data_ptr(), (int)parts, D);
+        reduce_parts<T>(part.const_data_ptr(), dw.mutable_data_ptr(), w_f32, parts, D, s);
     });
     check_launch("rms_norm gain gradient");
 }

@@ -130,7 +130,7 @@ def qk_norm_rope_grad(
     "Turn back, then the gradient of the norm"
     return rms_norm_grad(x, w, rope_grad(cos, sin, g).transpose(1, 2), eps)
 
-# %% ../../nbs/03_rope.ipynb #d2e68c55
+# %% ../../nbs/03_rope.ipynb #64e5cb05
 def qk_norm_rope(
     x:Tensor, # Queries or keys as projected, `(B, T, H, D)`, any strides; `D` even
     w:Tensor, # Gain of the norm, `(D,)`, of any floating dtype; rounded to `x`'s before it is used
@@ -146,7 +146,7 @@ def qk_norm_rope(
     if _one_pass(D, x.dtype) and (ns := cuda_ops('rope', x)) is not None: return ns.qk_norm_rope(x, w, cos, sin, eps)
     return rope(rms_norm(x, w, eps).transpose(1, 2), cos, sin)
 
-def _one_pass(D, dtype): return 0 < D <= 1024//dtype.itemsize and D % (32//dtype.itemsize) == 0 # The kernel moves 16 bytes a lane, and a head fits 32 lanes
+def _one_pass(D, dtype): return 0 < D <= 512//dtype.itemsize and D % (32//dtype.itemsize) == 0 # The kernel moves 16 bytes a lane, and a head fits the 32 lanes of a warp
 
 # %% ../../nbs/03_rope.ipynb #b6f03491
 @defines('rope')
