@@ -219,6 +219,69 @@ def test_environment_is_made_again_when_it_must(tmp_path, monkeypatch):
         assert a != b; a = b
 
 
+def gpu_args(**kw):
+    import argparse
+    return argparse.Namespace(**dict(only='', write=None, wheels=None, chosen=False) | kw)
+
+
+H200 = dict(torch='2.x', cuda='13.0', gpu='NVIDIA H200', n=1, sm='sm_90', need=[], nbdev=True)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch, tmp_path):
+    "make.gpu where torch sees what `seen` says and every command ends as `ends` says; nothing is installed"
+    import make
+    commands = []
+    def run(cmd, what=None, check=True, **env):
+        commands.append([str(c) for c in cmd])
+        if '--gpu' in cmd: Path(cmd[cmd.index('--counts')+1]).write_text(run.notebooks)
+        if '-m' in map(str, cmd): next(Path(str(c).split('=')[1]) for c in cmd if 'junitxml' in str(c)).write_text('<testsuites><testsuite tests="9" failures="%d" errors="0" skipped="2"/></testsuites>' % run.failures)
+        return run.code
+    run.notebooks, run.failures, run.code = '3 0', 0, 0
+    monkeypatch.setattr(make, 'run', run); monkeypatch.setattr(make, 'times', []); monkeypatch.setattr(make, 'ROOT', tmp_path)
+    monkeypatch.setattr(make, 'setup', lambda *a: commands.append(['setup']))
+    return make, run, commands
+
+
+def test_make_gpu_counts_what_passed(gpu_machine, monkeypatch, capsys):
+    make, run, commands = gpu_machine
+    monkeypatch.setattr(make, 'probe', lambda py, path: H200 if py == sys.executable else None)
+    make.gpu(gpu_args(write='here'))
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert re.fullmatch(r'3 notebooks, 7 tests passed, 2 skipped on NVIDIA H200 \(sm_90\), torch 2.x, in \d+ s', last)
+    assert all(c[0] == sys.executable for c in commands) and not any('pip' in c for c in commands) and any(c[-2:] == ['--write', 'here'] for c in commands)
+    run.code, run.notebooks, run.failures = 1, '2 1', 1
+    with pytest.raises(SystemExit) as e: make.gpu(gpu_args())
+    assert e.value.code == 1 and '2 notebooks, 6 tests passed, 2 failed, 2 skipped on' in capsys.readouterr().out
+
+
+def test_make_gpu_without_nbdev_says_what_to_do(gpu_machine, monkeypatch, capsys):
+    "The tests run all the same"
+    make, run, commands = gpu_machine
+    monkeypatch.setattr(make, 'probe', lambda py, path: dict(H200, nbdev=False))
+    with pytest.raises(SystemExit): make.gpu(gpu_args())
+    out = capsys.readouterr().out
+    assert 'has no nbdev' in out and 'make gpu WHEELS=DIR' in out and '0 notebooks, 7 tests passed, 1 failed' in out
+
+
+@pytest.mark.parametrize('driver', [False, True])
+def test_make_gpu_without_a_gpu_is_one_line(gpu_machine, monkeypatch, driver):
+    "Nothing is installed where there is no driver; exit status 1"
+    make, run, commands = gpu_machine
+    monkeypatch.setattr(make.shutil, 'which', lambda n: '/bin/x' if driver else None)
+    monkeypatch.setattr(make.Path, 'exists', lambda p: False)
+    monkeypatch.setattr(make, 'probe', lambda py, path: dict(torch='2.x', cuda=None, gpu=None, n=0, sm=None, need=[], nbdev=True))
+    with pytest.raises(SystemExit) as e: make.gpu(gpu_args())
+    assert str(e.value).startswith('make: gpu: no NVIDIA GPU to run on here (torch 2.x at ') and '\n' not in str(e.value) and commands == [['setup']]*driver
+
+
+def test_wheels_are_pinned():
+    "What a machine without a network is handed has its version in constraints.txt"
+    import make
+    pins = {canonicalize_name(l.split('==')[0]) for l in (ROOT/'constraints.txt').read_text().splitlines() if '==' in l}
+    assert {canonicalize_name(n) for n in make.NBDEV} <= pins
+
+
 def test_ci_runs_make_test():
     ci = ROOT/'.ci'/'run'
     assert os.access(ci, os.X_OK) and ci.read_text().startswith('#!/usr/bin/env bash\nset -euo pipefail\n') and ci.read_text().rstrip().endswith('make test')
