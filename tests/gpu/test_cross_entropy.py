@@ -73,8 +73,9 @@ def test_random(ns, N, V, dtype, layout, ignored, options, seed):
     want, grad = in64(cross_entropy_ref, z, t, reduction='none', **options)
     theirs = cross_entropy_ref(z, t, reduction='none', **options) if options else F.cross_entropy(z.float(), t, reduction='none')
     for a, b, r in ((l, theirs, want), (dz, torch.autograd.grad(theirs, z, g)[0], grad(g))):
-        if r.norm() > 1e-6: no_larger(a, b, r)
-        else: assert a.double().norm() < 1e-5
+        if r.norm() < 1e-6: assert a.double().norm() < 1e-5
+        elif r.numel() < 50: assert rel_error(a, r) <= 2*rel_error(b, r) + 2e-6    # a handful of roundings: chance decides
+        else: no_larger(a, b, r)
     out = torch.full((N, V), math.nan, dtype=dtype, **cuda)                      # nothing is left unwritten
     out.copy_(ns.cross_entropy_backward(g, z.detach(), t, ns.cross_entropy(z.detach(), t, -100, *([options.get(k, 0.) for k in ('z_loss', 'softcap')]))[1], -100, *([options.get(k, 0.) for k in ('z_loss', 'softcap')])))
     assert torch.equal(out, dz)

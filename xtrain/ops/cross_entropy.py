@@ -326,7 +326,7 @@ def _(h, w, targets, ignore_index, need_dh, need_dw, weight=None, z_loss=0., sof
     return (h.new_empty((), dtype=f), h.new_empty((), dtype=f), torch.empty_like(h, dtype=g) if need_dh else h.new_empty(0, dtype=g),
             torch.empty_like(w, dtype=f) if need_dw else w.new_empty(0, dtype=f))
 
-# %% ../../nbs/08_cross_entropy.ipynb #f22dc9ab
+# %% ../../nbs/08_cross_entropy.ipynb #70386313
 class LinearCrossEntropy(torch.autograd.Function):
     "The gradients are there before backward asks for them; it only scales"
     @staticmethod
@@ -345,7 +345,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def _scaled(d, g, dtype):
     "`d*g` in `dtype`; on a GPU without a float32 copy in between"
-    if d.dtype == dtype or d.is_cpu: return (d*g).to(dtype)
+    if d.dtype == dtype or d.is_cpu or torch.compiler.is_compiling(): return (d*g).to(dtype)
     return torch.mul(d, g, out=torch.empty_like(d, dtype=dtype))
 
 # %% ../../nbs/08_cross_entropy.ipynb #30533492
