@@ -16,6 +16,7 @@ root_only = pytest.mark.skipif(os.getuid() != 0, reason='needs root to become an
 
 NVCC = r'''#!/bin/sh
 # An nvcc that hands everything to the C++ compiler, so that the CPU half comes out
+if [ "$1" = --list-gpu-arch ]; then printf "%b" "$FAKE_KNOWS"; exit 0; fi
 if [ "$1" = --version ]; then echo "Cuda compilation tools, release VERSION, VVERSION.1"; exit 0; fi
 echo "$$" >> "$FAKE_LOG"
 [ -z "$FAKE_SLEEP" ] || sleep "$FAKE_SLEEP"
@@ -39,7 +40,7 @@ def fake_nvcc(folder, version='13.0'):
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     "A machine of our making: no real nvcc, an empty cache, a fake compiler in CUDA_HOME, nothing loaded yet"
-    for v in ('CUDA_PATH', 'TORCH_CUDA_ARCH_LIST', 'XTRAIN_KERNELS', 'CXX', 'CUDA_VISIBLE_DEVICES', 'TORCH_EXTENSIONS_DIR', 'FAKE_SLEEP', 'FAKE_FAIL'): monkeypatch.delenv(v, raising=False)
+    for v in ('CUDA_PATH', 'TORCH_CUDA_ARCH_LIST', 'XTRAIN_KERNELS', 'CXX', 'CUDA_VISIBLE_DEVICES', 'TORCH_EXTENSIONS_DIR', 'FAKE_SLEEP', 'FAKE_FAIL', 'FAKE_KNOWS'): monkeypatch.delenv(v, raising=False)
     fake_nvcc(tmp_path/'cuda')
     monkeypatch.setenv('CUDA_HOME', str(tmp_path/'cuda'))
     monkeypatch.setenv('FAKE_LOG', str(tmp_path/'builds'))
@@ -396,6 +397,16 @@ def test_a_card_left_out_is_named(machine, monkeypatch, listed, caps, line):
     cards(monkeypatch, *caps)
     monkeypatch.setenv('TORCH_CUDA_ARCH_LIST', listed)
     assert k.backend() == ('torch', line) and builds(machine) == 0
+
+
+def test_a_card_newer_than_the_compiler(machine, monkeypatch):
+    "PTX of the newest that nvcc knows; and a card that it no longer knows is named"
+    monkeypatch.setenv('FAKE_KNOWS', 'compute_90\\ncompute_103\\ncompute_120\\n')
+    cards(monkeypatch, (13,0), (9,0))
+    assert k._plan().arch == tuple(f'-gencode=arch=compute_{a}' for a in ('90a,code=sm_90a', '90,code=compute_90', '120,code=compute_120')) and not k._plan().unfit
+    k._plan.cache_clear(); cards(monkeypatch, (8,0), (10,3))
+    assert k._plan().unfit == {0: f"nvcc 13.0 at {machine/'cuda'/'bin'/'nvcc'} builds nothing for card 0 (sm_80)"}
+    assert k._plan().arch == tuple(f'-gencode=arch=compute_103,code={a}' for a in ('sm_103', 'compute_103'))
 
 
 def test_lists_that_serve(machine, monkeypatch):

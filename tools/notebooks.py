@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-SKIP_DIRS = {'.git', '.venv', 'docs', 'runs', 'build', 'dist', '_proc', '_scratch', '__pycache__', '.ipynb_checkpoints', '.pytest_cache', '.hypothesis'}
+SKIP_DIRS = {'.git', '.venv', 'docs', 'runs', 'build', 'dist', '_proc', '_scratch', '.whl', '__pycache__', '.ipynb_checkpoints', '.pytest_cache', '.hypothesis'}
 
 
 # ---------------------------------------------------------------- the files

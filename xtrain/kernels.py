@@ -39,7 +39,7 @@ class Nvcc:
         root = self.path.resolve().parent.parent
         return [d for d in (root/'lib64', root/'lib') if d.is_dir()]
 
-# %% ../nbs/00_kernels.ipynb #06c7e350
+# %% ../nbs/00_kernels.ipynb #6651a10c
 def _candidates():
     "Every nvcc worth asking, in order"
     for var in ('CUDA_HOME', 'CUDA_PATH'):
@@ -50,9 +50,9 @@ def _candidates():
     yield from sorted(Path('/usr/local').glob('cuda*/bin/nvcc'), reverse=True)
 
 @functools.cache
-def _version(path):
-    "What `path --version` says, or nothing"
-    try: return subprocess.run([path, '--version'], capture_output=True, text=True, errors='replace', timeout=20).stdout
+def _version(path, ask='--version'):
+    "What a compiler answers, or nothing"
+    try: return subprocess.run([path, ask], capture_output=True, text=True, errors='replace', timeout=20).stdout
     except (OSError, subprocess.SubprocessError): return ''
 
 def _ask(path):
@@ -76,7 +76,7 @@ def find_nvcc(
     return None, (f"found {', '.join(found) or 'no nvcc'}; torch {torch.__version__} needs {f'that of CUDA {major}' if major else 'one'}: "
                   f"{todo}set CUDA_HOME to a CUDA {f'{major} ' if major else ''}toolkit")
 
-# %% ../nbs/00_kernels.ipynb #c7384b1a
+# %% ../nbs/00_kernels.ipynb #4b7d6306
 OLDEST = (8, 0) # bfloat16 and asynchronous copies begin here
 _NAMES = dict(Turing='7.5+PTX', Ampere='8.0;8.6+PTX', Ada='8.9+PTX', Hopper='9.0+PTX', Blackwell='10.0;12.0+PTX')
 
@@ -89,10 +89,14 @@ def sm(
 def targets(
     caps, # Compute capabilities of the cards that are here
     listed:str='', # As in `TORCH_CUDA_ARCH_LIST`: `8.0;9.0+PTX`
+    known=(), # Capabilities that the compiler knows (default: all)
 )->tuple[list,list]: # Capabilities to make machine code for; those to make PTX for
     "What to build"
-    if not listed.strip(): return sorted(set(caps)), [min(caps)]
     sass, ptx = set(), set()
+    if not listed.strip():
+        sass = {c for c in caps if not known or c in known}
+        newer = {max((k for k in known if k <= c), default=None) for c in caps if c not in sass} # Cards the compiler has not heard of
+        return sorted(sass), sorted(newer - {None} | ({min(sass)} if sass else set()))
     for a in re.split(r'[;,\s]+', ';'.join(_NAMES.get(a, a) for a in re.split(r'[;,\s]+', listed.strip()))):
         m = re.fullmatch(r'(\d+)\.(\d)[af]?(\+PTX)?', a)
         if not m: raise ValueError(f'TORCH_CUDA_ARCH_LIST={listed}: {a!r} is not an architecture; write it like 9.0 or 9.0+PTX')
@@ -308,7 +312,7 @@ def no_gpu()->str|None: # One sentence, None if torch sees a GPU
     if not (os.path.exists('/proc/driver/nvidia') or os.path.exists('/dev/dxg')): return 'this machine has no NVIDIA driver'
     return f'torch {v} is built for CUDA {torch.version.cuda} but sees no GPU; does nvidia-smi see one, and a driver for CUDA {torch.version.cuda}?'
 
-# %% ../nbs/00_kernels.ipynb #681e5ab2
+# %% ../nbs/00_kernels.ipynb #c6b90f5a
 @dataclass(frozen=True)
 class Plan:
     "What to build here, and whom it serves"
@@ -328,10 +332,13 @@ def _plan():
     card = {i: f'{torch.cuda.get_device_name(i)} ({sm(c)})' for i,c in caps.items()}
     unfit = {i: f'{card[i]} is older than {sm(OLDEST)}, the oldest that the kernels support' for i,c in caps.items() if c < OLDEST}
     if len(unfit) == n: return no(unfit[0])
-    try: sass, ptx = targets([c for c in caps.values() if c >= OLDEST], listed)
+    nvcc, _ = find_nvcc()
+    known = [(int(a), int(b)) for a,b in re.findall(r'compute_(\d+)(\d)\b', _version(str(nvcc.path), '--list-gpu-arch'))] if nvcc else ()
+    try: sass, ptx = targets([c for c in caps.values() if c >= OLDEST], listed, known)
     except ValueError as e: return no(str(e))
     for i,c in caps.items():
-        if i not in unfit and not runs(c, sass, ptx): unfit[i] = f'TORCH_CUDA_ARCH_LIST={listed} leaves out {card[i]}: add {c[0]}.{c[1]} to it, or unset it'
+        if i in unfit or runs(c, sass, ptx): continue
+        unfit[i] = f'TORCH_CUDA_ARCH_LIST={listed} leaves out {card[i]}: add {c[0]}.{c[1]} to it, or unset it' if listed.strip() else f'nvcc {nvcc.version} at {nvcc.path} builds nothing for {card[i]}'
     if len(unfit) == n: return no(unfit[0])
     try: command(gencode(sass, ptx))
     except BuildError as e: return no(str(e))
