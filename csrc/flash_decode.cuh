@@ -1,0 +1,123 @@
+// Few queries on a long cache (decoding): a block takes 128 (64) keys of one KV head for all its query heads at once, and leaves an answer and its log-sum-exp;
+// a second kernel joins the answers in the order of the keys. The cuts do not depend on how much else there is to do, so neither do the bits of a row.
+#pragma once
+#include "flash.cuh"
+
+#ifdef __CUDACC__
+template <int D> struct Cut { static constexpr int WARP = D <= 128 ? 32 : 16, KEYS = 4 * WARP; }; // keys a warp, a block
+constexpr int MAX_ROWS = 16; // queries of a group
+
+template <class T, int D> __global__ void __launch_bounds__(128) decode_kernel(const Flash f, float* part, float* part_lse, int cuts) {
+    constexpr int KW = Cut<D>::WARP, NT = KW / 8, TILE = KW * D * 2;
+    extern __shared__ __align__(128) char smem[];
+    __shared__ float ms[4][MAX_ROWS], ls[4][MAX_ROWS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cut = blockIdx.x % cuts, bh = blockIdx.x / cuts, b = bh / f.Hkv, hk = bh % f.Hkv, rows = f.group * f.T;
+    const int j0 = cut * Cut<D>::KEYS + warp * KW;
+    const auto row_of = [&](int r) { return ((int64_t)b * f.H + hk * f.group + r / f.T) * f.T + r % f.T; }; // among [B, H, T]
+    const bool nothing = keys_of(f, b, 0).lo >= (cut + 1) * Cut<D>::KEYS || keys_of(f, b, f.T - 1).hi <= cut * Cut<D>::KEYS;
+    if (nothing && cuts > 1) {
+        if (threadIdx.x < rows) part_lse[row_of(threadIdx.x) * cuts + cut] = -INFINITY;
+        return;
+    }
+    const uint32_t q = __cvta_generic_to_shared(smem), k = q + 16 * D * 2 + warp * 2 * TILE, v = k + TILE;
+    for (int e = threadIdx.x; e < 16 * D / 8; e += 128) {
+        const int r = e / (D / 8), c = e % (D / 8);
+        const bool in = r < rows && c * 8 < f.D;
+        copy16(chunk_at<D>(q, r, c), in ? f.q.at<const T>(b, hk * f.group + r / f.T) + r % f.T * f.q.n + c * 8 : (const T*)f.q.p, in);
+    }
+    const auto load_keys = [&](uint32_t to, const Rows& x) {
+        const T* from = x.at<const T>(b, hk);
+#pragma unroll 8
+        for (int e = lane; e < KW * D / 8; e += 32) {
+            const int r = e / (D / 8), c = e % (D / 8);
+            const bool in = j0 + r < f.S && c * 8 < f.D;
+            copy16(chunk_at<D>(to, r, c), from + (in ? (j0 + r) * x.n + c * 8 : 0), in);
+        }
+        copy_commit();
+    };
+    load_keys(k, f.k);
+    load_keys(v, f.v);
+    copy_wait<1>();
+    __syncthreads();
+    float s[1][NT][4], o[1][D / 8][4] = {};
+    product_nt<T, D, NT, 1>(s, q, 0, k, lane);
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+        const int r = 8 * y + lane / 4, j = j0 + lane % 4 * 2;
+        const Run seen = r < rows ? keys_of(f, b, r % f.T) : Run{0, 0};
+        float top = -INFINITY, sum = 0;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (n * 8 + e < seen.lo - j || n * 8 + e >= seen.hi - j) s[0][n][2 * y + e] = -INFINITY;
+                top = fmaxf(top, s[0][n][2 * y + e]);
+            }
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float base = top == -INFINITY ? 0.f : top * f.scale_log2;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) sum += s[0][n][2 * y + e] = exp2_fast(fmaf(s[0][n][2 * y + e], f.scale_log2, -base));
+        sum = lane_sum(sum, 4);
+        if (lane % 4 == 0) ms[warp][r] = top == -INFINITY ? top : base, ls[warp][r] = sum;
+    }
+    copy_wait<0>();
+    __syncwarp();
+    product_nn<T, D, NT, 1>(o, s, v, lane);
+    __syncthreads();
+    float* os = (float*)smem; // [4][16][D]
+#pragma unroll
+    for (int y = 0; y < 2; y++)
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) *(float2*)(os + (warp * 16 + 8 * y + lane / 4) * D + n * 8 + lane % 4 * 2) = {o[0][n][2 * y], o[0][n][2 * y + 1]};
+    __syncthreads();
+    for (int e = threadIdx.x; e < rows * D; e += 128) {
+        const int r = e / D, d = e % D;
+        float top = -INFINITY, sum = 0, x = 0;
+        for (int w = 0; w < 4; w++) top = fmaxf(top, ms[w][r]);
+        for (int w = 0; w < 4; w++) {
+            const float by = ms[w][r] == -INFINITY ? 0.f : exp2_fast(ms[w][r] - top);
+            sum += by * ls[w][r], x += by * os[(w * 16 + r) * D + d];
+        }
+        x = sum > 0 ? x / sum : 0;
+        const float lse = sum > 0 ? top * LN2 + __logf(sum) : -INFINITY;
+        const int64_t row = row_of(r);
+        if (cuts > 1) {
+            part[(row * cuts + cut) * D + d] = x;
+            if (d == 0) part_lse[row * cuts + cut] = lse;
+        } else {
+            if (d < f.D) f.o.at<T>(b, hk * f.group + r / f.T)[r % f.T * f.o.n + d] = from_float<T>(x);
+            if (d == 0) f.lse[row] = lse;
+        }
+    }
+}
+// One block for each query; thread d has column d
+template <class T, int D> __global__ void __launch_bounds__(D) join_kernel(const Flash f, const float* part, const float* part_lse, int cuts) {
+    const int64_t row = blockIdx.x, bh = row / f.T;
+    const float *lse = part_lse + row * cuts, *x = part + row * cuts * D + threadIdx.x;
+    float top = -INFINITY, sum = 0, acc = 0;
+    for (int c = threadIdx.x % 32; c < cuts; c += 32) top = fmaxf(top, lse[c]);
+    for (int w = 16; w; w >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
+    if (top > -INFINITY)
+#pragma unroll 8
+        for (int c = 0; c < cuts; c++) {
+            const float by = __expf(lse[c] - top);
+            sum += by;
+            if (by > 0) acc = fmaf(by, x[(int64_t)c * D], acc);
+        }
+    if (threadIdx.x < f.D) f.o.at<T>(bh / f.H, bh % f.H)[row % f.T * f.o.n + threadIdx.x] = from_float<T>(sum > 0 ? acc / sum : 0.f);
+    if (threadIdx.x == 0) f.lse[row] = sum > 0 ? top + __logf(sum) : -INFINITY;
+}
+inline int cuts_of(const Flash& f, int keys) { return std::max(1, tiles_of(f.S, keys)); }
+template <class T, int D> void decode(const Flash& f, cudaStream_t s) {
+    const int cuts = cuts_of(f, Cut<D>::KEYS);
+    constexpr int bytes = 16 * D * 2 + 4 * 2 * Cut<D>::WARP * D * 2;
+    static_assert(bytes >= 4 * 16 * D * 4 && bytes <= 99 * 1024);
+    allow_smem((const void*)decode_kernel<T, D>, bytes);
+    float* lse = f.delta + (int64_t)f.B * f.H * f.T * cuts * D;
+    decode_kernel<T, D><<<f.B * f.Hkv * cuts, 128, bytes, s>>>(f, f.delta, lse, cuts);
+    if (cuts > 1) join_kernel<T, D><<<f.B * f.H * f.T, D, 0, s>>>(f, f.delta, lse, cuts);
+}
+#endif

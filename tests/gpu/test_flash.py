@@ -1,0 +1,291 @@
+"""Flash attention's CUDA kernels: error against float64 beside torch's own flash kernel at the same dtype, every kind of mask, faults (A09, A10, A12, A14, A16),
+same bits every time, opcheck, fullgraph, CUDA graphs, strides, streams"""
+import random
+
+import pytest, torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
+
+from xtrain.ops.attention import attention_ref, causal_mask
+from xtrain.ops.flash_attention import flash_attention, flash_ops, key_runs, query_runs, visible
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+def qkv(B, H, K, T, S, D, dtype, size=1., inside=True):
+    "Heads inside of tokens, as projections leave them, or outside, as a cache has them"
+    make = lambda h, t: (torch.randn(B, t, h, D, device='cuda')*size).to(dtype).transpose(1, 2) if inside else (torch.randn(B, h, t, D, device='cuda')*size).to(dtype)
+    return [make(h, t).requires_grad_() for h, t in ((H, T), (K, S), (K, S))]
+
+
+def all_of(f, q, k, v, g):
+    o = f(q, k, v)
+    return o, *torch.autograd.grad(o, (q, k, v), g)
+
+
+def exact(q, k, v, g, mask, scale=None):
+    return all_of(lambda *x: attention_ref(*x, mask, scale), *(t.detach().double().requires_grad_() for t in (q, k, v)), g.double())
+
+
+def err(a, b): return ((a.detach().double()-b).norm()/b.norm().clamp_min(1e-30)).item()
+
+
+def plain(mask): return lambda *x: attention_ref(*x, mask)
+
+
+def fa2(causal):
+    def f(q, k, v):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]): return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return f
+
+
+def efficient(q, k, v): # torch's float32 kernel; it too keeps one number a query
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]): return F.scaled_dot_product_attention(q, *(t.repeat_interleave(q.shape[1]//k.shape[1], 1) for t in (k, v)), is_causal=True)
+
+
+def test_kernels_are_used(): assert all(flash_ops(torch.zeros(1, 1, 1, D, device='cuda', dtype=t)) is not None for t in (F32, BF16, F16) for D in (8, 63, 64, 128, 256))
+
+
+@pytest.mark.parametrize('dtype', [BF16, F16])
+@pytest.mark.parametrize('D', [8, 32, 40, 64, 80, 96, 128, 160, 192, 256])
+def test_error_no_larger_than_torchs(D, dtype):
+    "Pooled over random shapes; FA2 as torch has it is the peer (square causal or full)"
+    R, total = random.Random(D), {}
+    torch.manual_seed(D)
+    for n in range(14):
+        B, K, G, T, causal = R.randint(1, 2), R.randint(1, 3), R.choice([1, 2, 3, 4, 8]), R.choice([1, 2, 17, 63, 64, 65, 127, 129, R.randint(1, 700)]), R.random() < .7
+        q, k, v = qkv(B, K*G, K, T, T, D, dtype, R.choice([1., 1., 3.]), R.random() < .7); g = torch.randn(B, K*G, T, D, device='cuda').to(dtype)
+        mask = visible(key_runs(T, T, causal, device='cuda'), torch.arange(T, device='cuda'))[:, None]
+        ref = exact(q, k, v, g, mask)
+        for who, f in dict(ours=lambda *x: flash_attention(*x, causal=causal), fa2=fa2(causal)).items():
+            for name, a, e in zip('o dq dk dv'.split(), all_of(f, q, k, v, g), ref):
+                assert a.shape == e.shape and a.isfinite().all(), (n, who, name, T, causal)
+                if T > 2: total[name, who] = total.get((name, who), 0) + err(a, e)**2
+    print({k: f'{v**.5:.2e}' for k, v in total.items()})
+    for name in 'o dq dk dv'.split(): assert total[name, 'ours']**.5 <= 1.25*total[name, 'fa2']**.5, (name, total)
+
+
+@pytest.mark.parametrize('dtype', [F32, BF16, F16])
+def test_every_mask(dtype):
+    "q_len != kv_len, padding, packed documents with lengths of their own, both layouts, any head_dim"
+    R = random.Random(1); worst = 0.
+    torch.manual_seed(1)
+    for n in range(60):
+        B, K, G, D, causal = R.randint(1, 3), R.randint(1, 3), R.choice([1, 2, 3, 4]), R.choice([1, 8, 16, 32, 63, 64, 72, 80, 96, 128, 192, 256]), R.random() < .7
+        if dtype != F32: D = max(8, D//8*8)
+        T, S = R.randint(1, 300), R.randint(1, 300)
+        kw = dict(causal=causal)
+        if (kind := R.choice(['cache', 'pad', 'packed'])) == 'pad': kw['pad'] = torch.tensor([R.randint(0, S) for _ in range(B)], device='cuda')
+        if kind == 'packed':
+            m = R.randint(1, 6)
+            cut = lambda N: torch.tensor([0, *sorted(R.randint(0, N) for _ in range(m-1)), N], device='cuda')
+            kw['cu_q'], kw['cu_k'] = cut(T), cut(S)
+        q, k, v = qkv(B, K*G, K, T, S, D, dtype, inside=R.random() < .5); g = torch.randn(B, K*G, T, D, device='cuda').to(dtype)
+        mask = visible(key_runs(T, S, device='cuda', **kw), torch.arange(S, device='cuda'))[:, None]
+        ref, peer = exact(q, k, v, g, mask), all_of(plain(mask), q, k, v, g)
+        o, L = flash_attention(q, k, v, lse=True, **kw)
+        s = torch.einsum('bkgtd,bksd->bkgts', q.detach().double().unflatten(1, (K, G)), k.detach().double()).flatten(1, 2)*D**-.5
+        L64 = s.masked_fill(~mask, -torch.inf).logsumexp(-1)
+        assert torch.equal(L.isneginf(), L64.isneginf()) and (L.double()-L64).nan_to_num(neginf=0, posinf=0).abs().max() < 1e-4*max(1., L64[L64.isfinite()].abs().max().item() if L64.isfinite().any() else 1.), (n, kind)
+        for name, a, e, p in zip('o dq dk dv'.split(), (o, *torch.autograd.grad(o, (q, k, v), g)), ref, peer):
+            assert a.isfinite().all() and a.shape == e.shape
+            if not e.norm(): assert not a.any(); continue
+            ours, theirs = err(a, e), err(p, e)
+            worst = max(worst, ours)
+            bound = 2e-6 if dtype == F32 else 2.5*theirs + (2e-2 if dtype == BF16 else 3e-3)*(S < 20)
+            assert ours <= bound, (n, kind, name, (B, K*G, K, T, S, D), causal, ours, theirs)
+    print(f'{dtype}: worst error {worst:.1e}')
+
+
+@pytest.mark.parametrize('shape', [(2, 4, 2, 300, 300, 64), (1, 6, 3, 700, 700, 128), (1, 2, 1, 130, 400, 256), (2, 3, 3, 77, 77, 33)])
+def test_float32_is_right_to_rounding(shape):
+    torch.manual_seed(0)
+    q, k, v = qkv(*shape, F32); g = torch.randn_like(q)
+    mask = causal_mask(shape[3], shape[4], device='cuda')
+    errors = [err(a, e) for a, e in zip(all_of(flash_attention, q, k, v, g), exact(q, k, v, g, mask))]
+    print(errors)
+    assert max(errors) < 1e-6
+
+
+def test_large_logits():
+    for dtype in (BF16, F32):
+        q, k, v = qkv(1, 4, 2, 200, 200, 64, dtype, 60.); g = torch.randn_like(q)
+        mask = causal_mask(200, 200, device='cuda')
+        ours, ref, peer = all_of(flash_attention, q, k, v, g), exact(q, k, v, g, mask), all_of(fa2(True) if dtype == BF16 else efficient, q, k, v, g)
+        errors = [(err(a, e), err(p, e)) for a, e, p in zip(ours, ref, peer)]
+        print(dtype, errors)
+        assert all(a.isfinite().all() for a in ours) and all(a <= 1.25*p + 1e-5 for a, p in errors), errors
+
+
+def test_padded_head():
+    "A head filled up with zeros has the bits of the head"
+    q, k, v = (t.detach() for t in qkv(1, 4, 2, 150, 150, 48, BF16))
+    wide = [F.pad(t, (0, 16)) for t in (q, k, v)]
+    assert torch.equal(flash_attention(*wide, scale=48**-.5)[..., :48], flash_attention(q, k, v))
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('dtype', [F32, BF16])
+@pytest.mark.parametrize('H,K', [(6, 2), (4, 1), (16, 2), (3, 3)])
+def test_heads(H, K, dtype):
+    q, k = torch.zeros(1, H, 5, 8, device='cuda', dtype=dtype), torch.zeros(1, K, 5, 8, device='cuda', dtype=dtype)
+    v = torch.arange(1., K+1, device='cuda').to(dtype).view(1, K, 1, 1).expand(1, K, 5, 8).clone().requires_grad_()
+    for t in torch.empty(4, 1, K, 5, 8, device='cuda', dtype=dtype): t.fill_(float('nan'))   # what the allocator may hand out next
+    o = flash_attention(q, k, v); o.backward(torch.ones_like(o))
+    assert torch.allclose(o[0, :, 0, 0].float(), torch.arange(1., K+1, device='cuda').repeat_interleave(H//K))
+    assert torch.allclose(v.grad.float().sum(2), torch.full((1, K, 8), 5.*H/K, device='cuda'), rtol=1e-2)
+    if (H, K) == (6, 2): assert torch.allclose(v.grad[0, :, :, 0].float(), torch.tensor([6.85, 3.85, 2.35, 1.35, .60], device='cuda').expand(2, 5), rtol=1e-2)
+
+
+@pytest.mark.parametrize('dtype', [F32, BF16])
+@pytest.mark.parametrize('T,S,want', [(2, 5, [1.5, 2.]), (1, 7, [3.]), (3, 3, [0., .5, 1.]), (5, 2, [0., 0., 0., 0., .5])])
+def test_bottom_right(T, S, want, dtype):
+    q, k = (torch.zeros(1, 1, n, 8, device='cuda', dtype=dtype, requires_grad=True) for n in (T, S))
+    v = torch.arange(float(S), device='cuda').to(dtype).view(1, 1, S, 1).expand(1, 1, S, 8).clone().requires_grad_()
+    o, L = flash_attention(q, k, v, lse=True); o.sum().backward()
+    assert o[0, 0, :, 0].tolist() == pytest.approx(want) and L[0, 0].isneginf().tolist() == [i < T-S for i in range(T)]
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
+
+
+def test_one_token_returns_v():
+    for dtype in (F32, BF16, F16):
+        q, k, v = qkv(3, 4, 4, 1, 1, 64, dtype)
+        assert torch.equal(flash_attention(q, k, v), v)
+
+
+def test_empty():
+    for dtype in (F32, BF16):
+        for B, H, K, T, S in [(0, 2, 1, 3, 3), (1, 2, 1, 0, 3), (1, 2, 1, 3, 0), (1, 2, 1, 0, 0)]:
+            q, k, v = qkv(B, H, K, T, S, 64, dtype)
+            o = flash_attention(q, k, v); o.sum().backward()
+            assert o.shape == q.shape and not o.any() and not any(t.grad.any() for t in (q, k, v))
+
+
+@pytest.mark.parametrize('shape', [(8, 16, 4, 2048, 128), (2, 8, 8, 1024, 64), (4, 6, 2, 700, 96)])
+def test_same_bits(shape):
+    "Backward 100 times on the same input, half of them while another stream keeps the GPU busy"
+    B, H, K, S, D = shape
+    q, k, v = qkv(B, H, K, S, S, D, BF16); g = torch.randn_like(q)
+    o = flash_attention(q, k, v)
+    first, busy, other = torch.autograd.grad(o, (q, k, v), g, retain_graph=True), torch.cuda.Stream(), torch.randn(2048, 2048, device='cuda')
+    for n in range(100):
+        if n % 2:
+            with torch.cuda.stream(busy): other @ other
+        assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(o, (q, k, v), g, retain_graph=True)))
+    assert torch.equal(o, flash_attention(q, k, v))
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    q, k, v = (t.detach() for t in qkv(4, 4, 2, 300, 300, 64, BF16))
+    whole = flash_attention(q, k, v)
+    assert torch.equal(whole[2:3], flash_attention(q[2:3], k[2:3], v[2:3])) and torch.equal(whole[:, 2:], flash_attention(q[:, 2:], k[:, 1:], v[:, 1:]))
+
+
+@pytest.mark.parametrize('D', [32, 64, 72, 128, 192, 256])
+def test_decoding(D):
+    "A few queries on a long cache: the cache is cut up and the answers joined"
+    R = random.Random(D); torch.manual_seed(D)
+    for n in range(12):
+        B, K, G, T, S, dtype = R.randint(1, 4), R.randint(1, 3), R.choice([1, 2, 4, 8, 16]), 1, R.choice([1, 63, 64, 65, 128, 129, R.randint(1, 5000)]), R.choice([BF16, F16])
+        if R.random() < .4: T = max(1, 16//G//R.choice([1, 2]))
+        cache = [torch.randn(B, K, S+30, D, device='cuda').to(dtype)[:, :, :S] for _ in 'kv']
+        q = torch.randn(B, T, K*G, D, device='cuda').to(dtype).transpose(1, 2)
+        pad = torch.tensor([R.randint(0, S) for _ in range(B)], device='cuda') if R.random() < .5 else None
+        mask = causal_mask(T, S, pad, 'cuda')
+        o, L = flash_attention(q, *cache, pad=pad, lse=True)
+        ref, peer = attention_ref(q.double(), *(t.double() for t in cache), mask), attention_ref(q, *cache, mask)
+        assert o.isfinite().all() and err(o, ref) <= 1.5*err(peer, ref) + 1e-7, (B, K, G, T, S, err(o, ref), err(peer, ref))
+        assert torch.equal(L.isneginf(), ~mask.any(-1).expand(B, K*G, T) if pad is None else ~mask[:, 0].any(-1)[:, None].expand(B, K*G, T))
+        whole = flash_attention(q, *cache, pad=pad)
+        assert torch.equal(o, whole) and torch.equal(o[-1:], flash_attention(q[-1:], *(t[-1:] for t in cache), pad=None if pad is None else pad[-1:]))
+
+
+# --- as an op ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('dtype', [F32, BF16])
+def test_opcheck(dtype):
+    q, k, v = qkv(2, 4, 2, 33, 33, 64, dtype)
+    ns = flash_ops(q)
+    cu = torch.tensor([0, 10, 33], device='cuda')
+    runs = key_runs(33, 33, True, None, cu, cu, 'cuda')[:, 0], query_runs(33, 33, cu, cu)
+    for args in [(None, None, None), (torch.tensor([0, 3], device='cuda', dtype=torch.int32), None, None), (None, *runs)]:
+        torch.library.opcheck(ns.flash.default, (q, k, v, *args, True, .125), atol=1e-2, rtol=1e-2)
+    with torch.no_grad(): o, lse = ns.flash(q, k, v, None, None, None, True, .125)
+    torch.library.opcheck(ns.flash_backward.default, (torch.randn_like(o), None, *(t.detach() for t in (q, k, v)), o, lse, None, None, None, True, .125))
+
+
+def test_compiles_without_a_break():
+    for dtype in (F32, BF16):
+        q, k, v = qkv(2, 4, 2, 90, 90, 64, dtype); g = torch.randn_like(q)
+        cu = torch.tensor([0, 40, 90], device='cuda')
+        f = lambda *x: flash_attention(*x) + flash_attention(*x, cu_q=cu)
+        for a, b in zip(all_of(torch.compile(f, fullgraph=True), q, k, v, g), all_of(f, q, k, v, g)): assert torch.allclose(a, b, atol=1e-2 if dtype == BF16 else 1e-6)
+
+
+def test_cuda_graph():
+    s = torch.cuda.Stream() # leaves, first run and capture on one stream: autograd goes back to the stream where a leaf was first used
+    with torch.cuda.stream(s):
+        q, k, v = qkv(2, 4, 2, 200, 200, 128, BF16); g = torch.randn_like(q)
+        want = all_of(flash_attention, q, k, v, g)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=s): got = all_of(flash_attention, q, k, v, g)
+    for t in got: t.detach().fill_(float('nan'))
+    graph.replay(); torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(want, got))
+
+
+def test_another_stream():
+    q, k, v = (t.detach() for t in qkv(2, 4, 2, 500, 500, 64, BF16))
+    want = flash_attention(q, k, v)
+    s = torch.cuda.Stream()
+    with torch.cuda.stream(s):
+        torch.cuda._sleep(10_000_000)
+        again = q.clone()
+        got = flash_attention(again, k, v)
+    s.synchronize()
+    assert torch.equal(want, got)
+
+
+def test_strides():
+    for dtype, D in ((BF16, 64), (F32, 64), (BF16, 63)):
+        q, k, v = qkv(2, 4, 2, 65, 65, D, dtype); g = torch.ones(1, 1, 1, 1, device='cuda', dtype=dtype).expand(2, 4, 65, D)
+        want = all_of(flash_attention, *(t.detach().contiguous().requires_grad_() for t in (q, k, v)), torch.ones_like(q))
+        for a, b in zip(all_of(flash_attention, q, k, v, g), want): assert torch.equal(a, b)
+        fused = torch.randn(2, 65, 8, D+1, device='cuda').to(dtype)[..., 1:].transpose(1, 2)     # misaligned rows, q, k and v in one array
+        cut = fused[:, :4], fused[:, 4:6], fused[:, 6:]
+        assert torch.equal(flash_attention(*cut), flash_attention(*(t.contiguous() for t in cut)))
+        odd = torch.randn(2, 4, 65, D, 2, device='cuda').to(dtype)[..., 0]
+        assert torch.equal(flash_attention(odd, odd, odd), flash_attention(*(odd.contiguous(),)*3))
+        one = k[:, :1].detach().expand(2, 4, 65, D)                                                # stride 0 over heads
+        assert torch.equal(flash_attention(q, one, one), flash_attention(q, k[:, :1], k[:, :1]))
+
+
+def test_gradient_layout_follows_the_input():
+    for inside in (True, False):
+        q, k, v = qkv(2, 4, 2, 65, 65, 64, BF16, inside=inside)
+        for x, d in zip((q, k, v), torch.autograd.grad(flash_attention(q, k, v).sum(), (q, k, v))): assert d.stride() == x.stride()
+
+
+def test_gradient_of_the_log_sum_exp():
+    q, k, v = qkv(1, 4, 2, 100, 100, 64, F32); w, g = torch.randn(1, 4, 100, device='cuda'), torch.randn(1, 4, 100, 64, device='cuda')
+    o, L = flash_attention(q, k, v, lse=True)
+    got = torch.autograd.grad((o*g).sum() + (L*w).sum(), (q, k, v))
+    x = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    L64 = (x[0] @ x[1].repeat_interleave(2, 1).mT/8).masked_fill(~causal_mask(100, 100, device='cuda'), -torch.inf).logsumexp(-1)
+    want = torch.autograd.grad((attention_ref(*x, causal_mask(100, 100, device='cuda'))*g).sum() + (L64*w).sum(), x)
+    for a, b in zip(got, want): assert err(a, b) < 1e-6
+
+
+def test_more_than_2_31_elements():
+    "The last batch row lies beyond; its bits are those of the row alone (A14)"
+    B, H, S, D = 9, 16, 16384, 1024//8
+    if torch.cuda.mem_get_info()[0] < 20 << 30: pytest.skip('needs 20 GiB of GPU memory')
+    q = torch.randn(B*8, H, S//8, D, device='cuda', dtype=BF16)
+    big = torch.empty(B*8, H, S, D, device='cuda', dtype=BF16)
+    assert big.numel() > 2**31
+    big[:, :, :S//8] = q
+    k = big[-1:, :2].clone()
+    o = flash_attention(big[:, :, :256], big[:, :2, :256], big[:, :2, :256])
+    assert torch.equal(o[-1:], flash_attention(big[-1:, :, :256].clone(), k[:, :, :256], k[:, :, :256]))
