@@ -5,8 +5,11 @@
 # %% auto #0
 __all__ = ['adamw_ref', 'grad_norm', 'clip_grads', 'AdamW']
 
-# %% ../nbs/09_adamw.ipynb #921c8851
+# %% ../nbs/09_adamw.ipynb #1114e5ff
 import functools, math
+from array import array
+from operator import is_
+from types import SimpleNamespace
 import torch
 from torch import Tensor
 from .kernels import cuda_ops, defines, register
@@ -53,7 +56,7 @@ def clip_grads(
     if max_norm: torch._foreach_mul_(grads, (max_norm/norm).clamp(max=1.).float())
     return norm
 
-# %% ../nbs/09_adamw.ipynb #c9ee41f4
+# %% ../nbs/09_adamw.ipynb #e3b8fb88
 def _dense(x):
     "Is `x` a stretch of memory without gaps or overlaps, in whatever order of its axes?"
     n = 1
@@ -78,8 +81,16 @@ def _divides(device):
 def _describe(ns):
     register(ns.grad_norm, lambda grads: grads[0].new_empty((), dtype=torch.float64))
     register(ns.adamw_, lambda *_: None)
+    register(ns.grad_norm_at, lambda like, table: like.new_empty((), dtype=torch.float64))
+    register(ns.adamw_at_, lambda *_: None)
 
-# %% ../nbs/09_adamw.ipynb #b42b5a10
+def _same(a, b):
+    "The very same objects, one by one?"
+    return len(a) == len(b) and all(map(is_, a, b))
+
+_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# %% ../nbs/09_adamw.ipynb #f0e54d6f
 class AdamW(torch.optim.Optimizer):
     "AdamW in one pass over memory, with clipping, float32 masters and copies; a CUDA kernel where there is one, else torch's fused routine"
     def __init__(self,
@@ -91,12 +102,15 @@ class AdamW(torch.optim.Optimizer):
         max_norm:float|None=None, # Gradients longer than this are shortened; `math.inf` only looks whether they are finite; None does not look
         hold:bool=False, # After a norm that is not finite, change nothing any more while `stop` is 1
     ):
-        for name, x, ok in (('lr', lr, not lr < 0), ('betas', betas, all(0 <= b < 1 for b in betas)), ('eps', eps, eps >= 0), ('weight_decay', weight_decay, weight_decay >= 0), ('max_norm', max_norm, max_norm is None or max_norm > 0)):
+        for name, x, ok in (('lr', lr, isinstance(lr, Tensor) or lr >= 0), ('betas', betas, all(0 <= b < 1 for b in betas)), ('eps', eps, eps >= 0), ('weight_decay', weight_decay, weight_decay >= 0), ('max_norm', max_norm, max_norm is None or max_norm > 0)):
             if not ok: raise ValueError(f'{name}={x} is out of range')
         super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)) # `fused` tells torch that step counts live beside the weights
         self.max_norm, self.hold, self.copies = max_norm, hold, {}
         self.norm = None # Length of the last step's gradients, float64, on the device
         self.stop = None # With `hold`: 1 after a norm that was not finite
+        self._kept = None
+
+    def __getstate__(self): return super().__getstate__() | dict(max_norm=self.max_norm, hold=self.hold, copies=self.copies, norm=self.norm, stop=self.stop, _kept=None)
 
     @staticmethod
     def state_dtype(p)->torch.dtype: # Of moments and master
@@ -130,7 +144,7 @@ class AdamW(torch.optim.Optimizer):
         "Keep a copy of `p` in another dtype"
         if copy.shape != p.shape or copy.stride() != p.stride() or copy.device != p.device: raise ValueError(f'copy: {tuple(copy.shape)} with strides {copy.stride()} on {copy.device} does not match the parameter, {tuple(p.shape)} with strides {p.stride()} on {p.device}')
         with torch.no_grad(): copy.copy_(p)
-        self.copies[p] = copy
+        self.copies[p], self._kept = copy, None
 
     @torch.no_grad()
     def step(self,
@@ -140,32 +154,53 @@ class AdamW(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        P, G, M, V, C, N, ends, copied = [], [], [], [], [], [], [], False
+        P, ends = [], []
         for group in self.param_groups:
-            for p in group['params']:
-                if (g := p.grad) is None: continue
-                s = self.state[p] or self._fresh(p)
-                master = s.get('master', p)
-                P.append(master); G.append(g); M.append(s['exp_avg']); V.append(s['exp_avg_sq']); N.append(s['step'])
-                C.append(self.copies.get(p, p))
-                copied = copied or C[-1] is not master
+            P += [p for p in group['params'] if p.grad is not None]
             ends.append(len(P))
         if not P: return loss
-        if any(x.device != P[0].device or x.layout != torch.strided for x in (*P, *G)): raise ValueError('params: parameters and gradients must be dense and on one device')
+        G, k = [p.grad for p in P], self._kept
+        if k is None or k.ends != ends or not _same(k.P, P) or not _same(k.all, self.state.values()): k = self._kept = self._keep(P, ends)
         self._ready(P[0].device)
-        run = self._kernel if (ns := cuda_ops('adamw', P[0])) is not None else self._torch
-        run(ns, P, G, M, V, C if copied else [], N, ends)
+        M, V, N = ([s[name] for s in k.S] for name in ('exp_avg', 'exp_avg_sq', 'step'))
+        if (ns := cuda_ops('adamw', k.W[0])) is None: self._torch(k.W, G, M, V, k.C, N, ends)
+        else: self._kernel(ns, k, G, M, V, N)
         return loss
 
-    def _kernel(self, ns, P, G, M, V, C, N, ends):
-        rates = [g['lr'] for g in self.param_groups]
-        lr, on_gpu = None, any(isinstance(r, Tensor) and r.is_cuda for r in rates)
-        if on_gpu: lr = rates[0] if all(r is rates[0] for r in rates) else torch.stack([r.double().reshape(()) if isinstance(r, Tensor) else torch.full((), r, dtype=torch.float64, device=P[0].device) for r in rates])
-        hyper = torch.tensor([[0. if on_gpu else float(g['lr']), *g['betas'], g['eps'], g['weight_decay']] for g in self.param_groups], dtype=torch.float64)
-        self.norm = ns.grad_norm(G) if self.max_norm is not None else None
-        ns.adamw_(P, G, M, V, C, N, ends, hyper, lr, self.norm, self.max_norm or math.inf, self.stop, _divides(P[0].device))
+    def _keep(self, P, ends):
+        "What steps have in common as long as the same parameters have gradients and their state is the same"
+        if any(p.device != P[0].device for p in P) or any(p.grad.layout != torch.strided for p in P): raise ValueError('params: parameters must be on one device, and gradients dense')
+        S = [self.state[p] or self._fresh(p) for p in P]
+        W = [s.get('master', p) for s, p in zip(S, P)]
+        C = [self.copies.get(p, p) for p in P] # What is written besides: the parameter, if a master stands behind it
+        M, V, strides = [s['exp_avg'] for s in S], [s['exp_avg_sq'] for s in S], [w.stride() for w in W]
+        plain = all(m.stride() == v.stride() == c.stride() == s for m, v, c, s in zip(M, V, C, strides))
+        groups = array('q', [k for k, (a, b) in enumerate(zip([0, *ends], ends)) for _ in range(a, b)])
+        return SimpleNamespace(P=P, all=list(self.state.values()), ends=ends, S=S, W=W, C=C, M=M, V=V, strides=strides, plain=plain, sizes=array('q', [w.numel() for w in W]), groups=groups, copied=[c is not w for c, w in zip(C, W)], none=array('q', [0]*len(P)), dtypes=None, kinds=None)
 
-    def _torch(self, _, P, G, M, V, C, N, ends):
+    def _kernel(self, ns, k, G, M, V, N):
+        like, rates = k.W[0], [g['lr'] for g in self.param_groups]
+        lr, on_gpu = None, any(isinstance(r, Tensor) and r.is_cuda for r in rates)
+        if on_gpu: lr = rates[0] if all(r is rates[0] for r in rates) else torch.stack([r.double().reshape(()) if isinstance(r, Tensor) else torch.full((), r, dtype=torch.float64, device=like.device) for r in rates])
+        hyper = torch.tensor([[0. if on_gpu else float(g['lr']), *g['betas'], g['eps'], g['weight_decay']] for g in self.param_groups], dtype=torch.float64)
+        rest = self.max_norm or math.inf, self.stop, _divides(like.device)
+        if k.plain and _same(k.M, M) and _same(k.V, V) and [g.stride() for g in G] == k.strides:
+            table = array('q')
+            for X in (k.W, G, M, V): table.extend(map(Tensor.data_ptr, X))
+            table.extend([c.data_ptr() if copied else 0 for c, copied in zip(k.C, k.copied)] if any(k.copied) else k.none)
+            table.extend(map(Tensor.data_ptr, N))
+            table.extend(k.sizes)
+            if (kinds := [g.dtype for g in G]) != k.dtypes: k.dtypes, k.kinds = kinds, array('q', [3*_KIND[d] + (_KIND[c.dtype] if copied else 0) for d, c, copied in zip(kinds, k.C, k.copied)])
+            table.extend(k.kinds)
+            table.extend(k.groups)
+            table = torch.frombuffer(table, dtype=torch.int64).view(9, -1)
+            self.norm = ns.grad_norm_at(like, table) if self.max_norm is not None else None
+            ns.adamw_at_(like, table, hyper, lr, self.norm, *rest)
+        else:
+            self.norm = ns.grad_norm(G) if self.max_norm is not None else None
+            ns.adamw_(k.W, G, M, V, k.C, N, k.ends, hyper, lr, self.norm, *rest)
+
+    def _torch(self, P, G, M, V, C, N, ends):
         cpu, found = P[0].device.type == 'cpu', None
         G = [g if g.dtype == p.dtype else g.to(p.dtype) for p, g in zip(P, G)]
         if self.max_norm is not None:
@@ -190,7 +225,7 @@ class AdamW(torch.optim.Optimizer):
                 adamw_ref(x[0], G[i], *x[1:], N[i].item(), float(lr), *g['betas'], **kw)
                 for new, old in zip(x, (P[i], M[i], V[i])): old.copy_(new if found is None else torch.where(found == 0, new, old))
         if found is not None: torch._foreach_sub_(N, [found]*len(N))
-        if C: torch._foreach_copy_(C, P)
+        if (copied := [(c, p) for c, p in zip(C, P) if c is not p]): torch._foreach_copy_(*map(list, zip(*copied)))
 
     def load_state_dict(self,
         state_dict, # Of an `AdamW`, ours or torch's

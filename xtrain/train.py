@@ -7,7 +7,7 @@ __all__ = ['accumulate', 'make_optimizer', 'evaluate', 'Stop', 'Log', 'read_metr
            'deterministic', 'run_directory', 'get_tokenizer', 'get_data', 'TrainResult', 'train', 'sample_text',
            'summary']
 
-# %% ../nbs/23_train.ipynb #7fed9268
+# %% ../nbs/23_train.ipynb #c6c2d5e3
 import json, math, os, shutil, signal, sys, tempfile, threading, time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +17,7 @@ from torch import Tensor
 from .checkpoint import checkpoints, latest_checkpoint, load_checkpoint, read_config, save_checkpoint
 from .config import ModelConfig, UserError
 from .files import locked, write_atomic, writing
+from .kernels import backend, no_gpu
 from .model import TinyTransformer
 from .optim import AdamW
 from .recipe import PRESETS, TrainConfig, changes, flag, lr_at, make_config, saved_config
@@ -186,16 +187,15 @@ def plot_loss(
     write_atomic(Path(run_dir)/'loss.png', buf.getvalue())
     return Path(run_dir)/'loss.png'
 
-# %% ../nbs/23_train.ipynb #c70605de
+# %% ../nbs/23_train.ipynb #580f7476
 def pick_device(
     name:str, # `auto`, `cpu` or `cuda`
 )->torch.device:
     "`auto` is the GPU if torch sees one"
-    seen = torch.cuda.is_available()
-    if name == 'cuda' and not seen:
-        why = 'is built without CUDA' if torch.version.cuda is None else f'is built for CUDA {torch.version.cuda} but sees no GPU'
-        raise UserError(f'--device cuda: torch {torch.__version__} {why}; use --device cpu, and see xtrain doctor')
-    return torch.device('cuda' if name == 'cuda' or name == 'auto' and seen else 'cpu')
+    if name == 'cpu': return torch.device('cpu')
+    why = no_gpu()
+    if name == 'cuda' and why: raise UserError(f'--device cuda: {why}; use --device cpu, and see xtrain doctor')
+    return torch.device('cpu' if why else 'cuda')
 
 def pick_dtype(
     name:str, # `auto`, `float32` or `bfloat16`
@@ -319,7 +319,7 @@ class TrainResult:
     exit_code:int = 0 # 130 after Ctrl-C, 143 after SIGTERM
     def to_dict(self)->dict: return asdict(self)
 
-# %% ../nbs/23_train.ipynb #a3582ce5
+# %% ../nbs/23_train.ipynb #69699313
 def train(
     cfg:TrainConfig, # The recipe
     show:str='auto', # Progress on stderr: `bar`, `lines`, `nothing`; `auto` is a bar on a terminal
@@ -341,6 +341,9 @@ def train(
         model = TinyTransformer(arch, seed=cfg.seed, attention=cfg.attention, dtype=dtype, recompute=cfg.recompute).to(device)
         opt = make_optimizer(model, cfg)
         say(f'model: {model.num_params():,} parameters, {arch.n_heads} query heads over {arch.n_kv_heads} KV heads; {device.type}, {str(dtype)[6:]}; attention {model.path} ({model.path_reason})')
+        if device.type == 'cuda':
+            choice, why = backend() # Builds what is to be built, before the clock runs
+            say(f"kernels: {'CUDA kernels' if choice == 'cuda' else 'the ops of torch itself'} ({why})")
 
         # ---- where it stands -----------------------------------------------------------------
         start, tokens, path = 0, 0, latest_checkpoint(out, say) if cfg.resume else None

@@ -1,0 +1,80 @@
+"The bench of the ops: bytes counted, a wrong answer is not timed, the command, its JSON and its picture."
+import json
+import pytest, torch, torch.nn.functional as F
+from click.testing import CliRunner
+from xtrain import bench as B
+from xtrain.cli import main
+from xtrain.config import UserError
+
+CPU = torch.device('cpu')
+
+@pytest.fixture(scope='module')
+def result(): return B.bench_ops(seconds=.005)
+
+def test_every_op_both_directions(result):
+    seen = {(r['op'], r['direction']) for r in result['rows'] if r['who'] == 'xtrain'}
+    assert seen == {(o, d) for o in B.OPS[:-2] for d in ('forward', 'backward')} | {('head_loss', 'both'), ('adamw', 'step')}
+    assert all(r['ms'] > 0 and r['bytes'] > 0 and r['share'] == pytest.approx(r['bytes']/result['ceilings']['copy']/r['ms']*1e3) for r in result['rows'] if 'ms' in r)
+    assert {r['who'] for r in result['rows'] if 'ms' in r} >= {'xtrain', 'torch'}
+    m = result['machine']
+    assert m['dtype'] == 'float32' and m['size'] == 'small' and m['torch'] == torch.__version__ and m['kernels'] == 'torch' and m['name'] and m['device'] == 'cpu'
+
+def test_bytes_are_those_of_the_tensors():
+    "Counted again, from what goes in and comes out; small things (gains, tables, targets, scalars) are left out of the count"
+    for c in B.cases('small', CPU, torch.float32):
+        if c.step: assert c.bytes == {'step': 28*1_000_000}; continue
+        if 'both' in c.bytes: continue
+        outs = c.ways['xtrain'](*c.inputs); outs = outs if isinstance(outs, tuple) else (outs,)
+        big = [x for x in c.inputs if x.dtype == torch.float32 and x.ndim > 1]; size = lambda X: sum(x.numel()*4 for x in X)
+        assert c.bytes['forward'] == size(big) + size([o for o in outs if o.ndim > 1]), c.op
+        read = dict(rope=0, repeat_kv=0, add_rms_norm=size(big[:1])).get(c.op, size(big))          # what the backward needs besides the gradients
+        written = size(big[:1]) if c.op == 'add_rms_norm' else size(big)                             # one gradient for both addends
+        assert c.bytes['backward'] == read + size([g for g in c.grads if g.ndim > 1]) + written, c.op
+
+def test_a_wrong_answer_is_not_timed():
+    c = next(iter(B.cases('small', CPU, torch.float32, ['swiglu'])))
+    for wrong in (lambda g, u: F.gelu(g)*u, lambda g, u: F.silu(g).detach()*u + g.sum()*0):
+        c.ways['xtrain'] = wrong
+        with pytest.raises(UserError, match='swiglu 256×688: xtrain is .* away from torch; not timed'): B.measure(c, CPU, 1e9, seconds=.001)
+    c.ways['xtrain'] = c.ways['torch']; c.ways['liger'] = lambda g, u: g*u
+    rows = B.measure(c, CPU, 1e9, seconds=.001)
+    assert [r['error'] for r in rows if r['who'] == 'liger'][0].endswith('not timed') and len([r for r in rows if 'ms' in r]) == 4
+
+def test_a_peer_that_fails_is_a_note(result):
+    bad = dict(result, rows=[r for r in result['rows'] if r['who'] != 'liger'] + [dict(op='swiglu', shape='256×688', direction='forward', who='liger', error='no such thing')])
+    text = B.table(bad)
+    assert 'liger, swiglu: no such thing' in text and text.count('\n') > 25
+
+def test_median():
+    n = [0]
+    def f(): n[0] += 1; torch.zeros(1000).sum()
+    assert 0 < B.median_ms(f, CPU, .01) < 100 and n[0] > 8
+
+def test_half_precision_on_a_cpu():
+    r = B.bench_ops(['swiglu', 'rms_norm'], dtype=torch.bfloat16, seconds=.002)
+    assert r['machine']['dtype'] == 'bfloat16' and {x['op'] for x in r['rows']} == {'swiglu', 'rms_norm'} and all(x['bytes'] == 3*2*256*688 for x in r['rows'] if x['op'] == 'swiglu' and x.get('direction') == 'forward' and 'ms' in x)
+
+def test_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    p = CliRunner().invoke(main, ['bench', 'ops', '--op', 'swiglu', '--op', 'adamw'])
+    assert p.exit_code == 0 and 'swiglu' in p.stdout and 'a copy moves' in p.stdout and 'Traceback' not in p.stderr
+    png = (tmp_path/'bench-ops.png').read_bytes()
+    assert png[:8] == b'\x89PNG\r\n\x1a\n' and len(png) > 10_000 and 'bench-ops.png' in p.stderr
+    p = CliRunner().invoke(main, ['bench', 'ops', '--op', 'repeat_kv', '--json', '--picture', ''])
+    r = json.loads(p.stdout)
+    assert p.exit_code == 0 and set(r) == {'machine', 'ceilings', 'rows'} and {x['op'] for x in r['rows']} == {'repeat_kv'} and [x.name for x in tmp_path.iterdir()] == ['bench-ops.png']
+
+@pytest.mark.parametrize('args,say', [(['--op', 'rmsnorm'], '--op rmsnorm is not known; there are rms_norm'), (['--picture', 'no/where.png'], '--picture no/where.png'), (['--size', 'huge'], "'huge' is not one of"), (['--dtype', 'int8'], "'int8' is not one of")])
+def test_mistakes_are_one_line(args, say, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    p = CliRunner().invoke(main, ['bench', 'ops', *args])
+    assert p.exit_code in (1, 2) and say in p.stderr.splitlines()[-1] and not p.stdout and 'Traceback' not in p.stderr and not list(tmp_path.iterdir())
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
+def test_no_gpu_is_said():
+    p = CliRunner().invoke(main, ['bench', 'ops', '--device', 'cuda'])
+    assert p.exit_code == 1 and p.stderr.startswith('xtrain: --device cuda: ')
+
+def test_picture_of_one_op(result, tmp_path):
+    one = dict(result, rows=[r for r in result['rows'] if r['op'] == 'adamw'])
+    assert B.picture(one, tmp_path/'a.png').stat().st_size > 5000
