@@ -395,10 +395,15 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, picture, as_json):
     else: click.echo(v.show(r) + '\n' + note)
     ctx.exit(0 if r.ok else 1)
 
-# %% ../nbs/41_cli.ipynb #33d004e1
+# %% ../nbs/41_cli.ipynb #8cd0e6e1
 @main.group('bench')
 def _bench():
-    "Measure xtrain on this machine, beside others."
+    """Measure xtrain on this machine, beside others.
+
+    \b
+    Example:
+      xtrain bench ops
+    """
 
 @_bench.command('ops')
 @click.option('--op', 'ops', multiple=True, metavar='NAME', help='Only this op; may be given several times.  [all]')
