@@ -213,7 +213,7 @@ def _o(*names, help, type=None, **kw): return names, dict(help=help, type=type, 
 @_options('Machine',
     _o('--device', type=click.Choice(['auto', 'cpu', 'cuda']), help='Where to train.'),
     _o('--dtype', type=click.Choice(['auto', 'float32', 'bfloat16']), help='What to compute in; the weights being trained stay float32.'),
-    _o('--attention', type=click.Choice(['auto', 'composed', 'sdpa']), help="composed is the reference, sdpa torch's fused kernel."),
+    _o('--attention', type=click.Choice(['auto', 'composed', 'sdpa', 'flash']), help="composed is the reference, sdpa torch's fused kernel, flash our own."),
     _o('--recompute/--no-recompute', 'recompute', default=None, help='Compute activations again in the backward pass: less memory, more time.  [no]'))
 @click.pass_context
 def _train(ctx, preset, resume, as_json, **given):

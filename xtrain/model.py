@@ -101,7 +101,7 @@ class TinyTransformer(nn.Module):
     def __init__(self,
         cfg:ModelConfig, # The architecture
         seed:int|None=None, # Seeds the initial weights; None draws from torch's global generator
-        attention:str='auto', # `composed`, `sdpa` or `auto` (`xtrain.ops.attention.PATHS`)
+        attention:str='auto', # `composed`, `sdpa`, `flash` or `auto` (`xtrain.ops.attention.PATHS`)
         dtype:torch.dtype=torch.float32, # Compute dtype of activations; weights stay as they are
         std:float|None=0.02, # Standard deviation of the initial weights; None leaves the matrices unset, to be loaded
         recompute:bool=False, # Keep only the blocks' inputs for the backward pass, and run each block again there

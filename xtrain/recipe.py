@@ -48,7 +48,7 @@ class TrainConfig:
     seed:int = 0 # Of weights and order
     device:str = 'auto' # `auto`, `cpu`, `cuda`
     dtype:str = 'auto' # Compute dtype: `float32`, `bfloat16`, `auto`
-    attention:str = 'auto' # `auto`, `composed`, `sdpa`
+    attention:str = 'auto' # `auto`, `composed`, `sdpa`, `flash`
     recompute:bool = False # Run blocks again in the backward pass, to save memory
     eval_every:int = 200 # Steps between looks at held-out text; 0 looks only at the end
     eval_tokens:int = 16_384 # Held-out tokens scored each time, always the same
@@ -81,7 +81,7 @@ class TrainConfig:
         return ModelConfig(**{n: getattr(self, n) for n in own} | dict(vocab_size=vocab_size, max_seq_len=self.seq_len))
 
 # %% ../nbs/23_recipe.ipynb #2327b91b
-_CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa'))
+_CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa', 'flash'))
 _FROM_1 = {'seq_len', 'batch_size', 'grad_accum', 'steps'}
 _FROM_0 = {'warmup', 'eval_every', 'sample_every', 'save_every', 'keep', 'seed', 'min_lr', 'weight_decay', 'clip'}
 
