@@ -483,6 +483,14 @@ def test_cache_folder(machine, monkeypatch, env, where):
     assert k.cache_dir() == machine.resolve()/where
 
 
+@root_only
+def test_root_trusts_no_folder_of_a_user(machine, monkeypatch):
+    "Where root may write, the owner may have put something"
+    (machine/'theirs').mkdir(); os.chown(machine/'theirs', 1001, 1001); (machine/'theirs').chmod(0o755)
+    monkeypatch.setenv('XTRAIN_CACHE', str(machine/'theirs'))
+    assert k.cache_dir() == machine.resolve()/'theirs'/'user-0'
+
+
 def test_a_cache_others_can_write_to_is_not_used(machine, monkeypatch):
     "Loading a library runs it"
     import tempfile

@@ -119,7 +119,7 @@ def gencode(
     name = lambda c: '90a' if c == (9, 0) else f'{c[0]}{c[1]}'
     return [f'-gencode=arch=compute_{name(c)},code=sm_{name(c)}' for c in sass] + [f'-gencode=arch=compute_{a}{b},code=compute_{a}{b}' for a,b in ptx]
 
-# %% ../nbs/00_kernels.ipynb #dd60ead4
+# %% ../nbs/00_kernels.ipynb #2da2e68a
 def _places():
     "Where the cache may be, best first"
     env = os.environ.get
@@ -137,7 +137,7 @@ def cache_dir()->Path: # Exists, is writable, and nobody else can write there
         for p in (d, d/f'user-{os.getuid()}'): # A folder that belongs to somebody else: one of our own inside it
             try:
                 p.mkdir(parents=True, exist_ok=True, mode=0o700)
-                s = p.stat(follow_symlinks=p.parent != Path(tempfile.gettempdir()))
+                s = p.stat()
                 if s.st_uid == os.getuid() and not s.st_mode & 0o022 and os.access(p, os.W_OK|os.X_OK): return p.resolve()
             except OSError: break
         tried.append(str(d))
