@@ -100,23 +100,36 @@ template <class T, int D, int NT, int MT> __device__ __forceinline__ void produc
         }
     }
 }
-// Rows of a warp's result to memory; `by` is a factor for each row
+// Four lanes have two elements each of four pieces of eight; after it, lane i has the eight of piece i
+__device__ __forceinline__ void gather4(uint32_t (&u)[4], int i) {
+    const uint32_t a = __shfl_xor_sync(~0u, i & 1 ? u[0] : u[1], 1), b = __shfl_xor_sync(~0u, i & 1 ? u[2] : u[3], 1);
+    if (i & 1) u[0] = a, u[2] = b; else u[1] = a, u[3] = b;
+    const uint32_t c = __shfl_xor_sync(~0u, i & 2 ? u[0] : u[2], 2), d = __shfl_xor_sync(~0u, i & 2 ? u[1] : u[3], 2);
+    if (i & 2) u[0] = c, u[1] = d; else u[2] = c, u[3] = d;
+}
+// Rows of a warp's result to memory, 16 bytes a lane; `by` is a factor for each row
 template <class T, int D, int MT> __device__ __forceinline__ void store(T* to, int64_t stride, int row0, int rows, int dim, const float (&acc)[MT][D / 8][4], const float (&by)[MT][2], int lane) {
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = row0 + 16 * m + 8 * h + lane / 4;
-            if (row < rows)
 #pragma unroll
-                for (int n = 0; n < D / 8; n++)
-                    if (n * 8 < dim) *(uint32_t*)(to + row * stride + n * 8 + lane % 4 * 2) = pack<T>(acc[m][n][2 * h] * by[m][h], acc[m][n][2 * h + 1] * by[m][h]);
+            for (int n = 0; n < D / 8; n += 4) {
+                uint32_t u[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) u[i] = pack<T>(acc[m][n + i][2 * h] * by[m][h], acc[m][n + i][2 * h + 1] * by[m][h]);
+                gather4(u, lane % 4);
+                const int col = (n + lane % 4) * 8;
+                if (row < rows && col < dim) *(uint4*)(to + row * stride + col) = make_uint4(u[0], u[1], u[2], u[3]);
+            }
         }
 }
 
 #endif
 #include "flash_decode.cuh"
-#if HEAD_DIM == 64 || HEAD_DIM == 128
+#if (HEAD_DIM == 64 || HEAD_DIM == 128) && !defined(MMA_ONLY)
+#define HOPPER
 #include "flash_sm90.cuh"
 #endif
 #ifdef __CUDACC__
@@ -203,15 +216,10 @@ template <class T, int D, int BM, int BN, int WARPS, bool KEYS, bool A, bool B> 
     auto run = [&](int r) { return KEYS ? queries_of(f, b, r) : keys_of(f, b, r); };
     const Span t = span_of(run, r0, BM, n_own, BN);
     const int steps = max(t.end - t.begin, 0) * (KEYS ? f.group : 1);
-    float lse[MT][2], delta[MT][2];
+    __shared__ float2 stats[KEYS ? 1 : BM]; // lse and delta of the block's queries
     if (!KEYS)
-#pragma unroll
-        for (int x = 0; x < MT; x++)
-#pragma unroll
-            for (int y = 0; y < 2; y++) {
-                const int r = r0 + row0 + 16 * x + 8 * y + lane / 4;
-                lse[x][y] = r < n_own ? f.lse[(int64_t)bh * f.T + r] * LOG2E : 0.f, delta[x][y] = r < n_own ? f.delta[(int64_t)bh * f.T + r] : 0.f;
-            }
+        for (int r = threadIdx.x; r < BM; r += THREADS) stats[r] = r0 + r < n_own ? float2{f.lse[(int64_t)bh * f.T + r0 + r], f.delta[(int64_t)bh * f.T + r0 + r]} : float2{};
+    const uint32_t row_stats = __cvta_generic_to_shared(stats + (KEYS ? 0 : row0 + lane / 4));
     const Rows &R1 = KEYS ? f.k : f.q, &R2 = KEYS ? f.v : f.g, &X1 = KEYS ? f.q : f.k, &X2 = KEYS ? f.g : f.v;
     load<T, D, BM, THREADS>(own1, R1.at<const T>(b, h), R1.n, r0, n_own, f.D);
     load<T, D, BM, THREADS>(own2, R2.at<const T>(b, h), R2.n, r0, n_own, f.D);
@@ -246,10 +254,14 @@ template <class T, int D, int BM, int BN, int WARPS, bool KEYS, bool A, bool B> 
 #pragma unroll
         for (int x = 0; x < MT; x++)
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const float2 cols = KEYS ? shared2(row_lse + n * 32) : float2{};
+            for (int y = 0; y < 2; y++) {
+                const float row = KEYS ? 0.f : -LOG2E * shared2(row_stats + (16 * x + 8 * y) * 8).x;
 #pragma unroll
-                for (int e = 0; e < 4; e++) s[x][n][e] = exp2_fast(fmaf(s[x][n][e], f.scale_log2, KEYS ? -LOG2E * (e % 2 ? cols.y : cols.x) : -lse[x][e / 2]));
+                for (int n = 0; n < NT; n++) {
+                    const float2 cols = KEYS ? shared2(row_lse + n * 32) : float2{};
+                    s[x][n][2 * y] = exp2_fast(fmaf(s[x][n][2 * y], f.scale_log2, KEYS ? -LOG2E * cols.x : row));
+                    s[x][n][2 * y + 1] = exp2_fast(fmaf(s[x][n][2 * y + 1], f.scale_log2, KEYS ? -LOG2E * cols.y : row));
+                }
             }
         if (mask)
 #pragma unroll
@@ -271,10 +283,14 @@ template <class T, int D, int BM, int BN, int WARPS, bool KEYS, bool A, bool B> 
 #pragma unroll
             for (int x = 0; x < MT; x++)
 #pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const float2 cols = KEYS ? shared2(row_lse + BN * 4 + n * 32) : float2{};
+                for (int y = 0; y < 2; y++) {
+                    const float row = KEYS ? 0.f : shared2(row_stats + (16 * x + 8 * y) * 8).y;
 #pragma unroll
-                    for (int e = 0; e < 4; e++) s[x][n][e] *= dp[x][n][e] - (KEYS ? (e % 2 ? cols.y : cols.x) : delta[x][e / 2]);
+                    for (int n = 0; n < NT; n++) {
+                        const float2 cols = KEYS ? shared2(row_lse + BN * 4 + n * 32) : float2{};
+                        s[x][n][2 * y] *= dp[x][n][2 * y] - (KEYS ? cols.x : row);
+                        s[x][n][2 * y + 1] *= dp[x][n][2 * y + 1] - (KEYS ? cols.y : row);
+                    }
                 }
             product_nn<T, D, NT, MT>(d1, s, x1, lane);
         }
@@ -292,8 +308,8 @@ template <class T, int D, int BM, int BN, int WARPS, bool KEYS, bool A, bool B> 
 template <int D> struct Sizes;
 template <> struct Sizes<32> { static constexpr int FM = 128, FN = 64, FW = 4, KM = 128, KN = 64, KW = 8, QM = 128, QN = 64, QW = 4; };
 template <> struct Sizes<64> { static constexpr int FM = 128, FN = 64, FW = 4, KM = 128, KN = 64, KW = 8, QM = 128, QN = 32, QW = 4; };
-template <> struct Sizes<96> { static constexpr int FM = 128, FN = 64, FW = 4, KM = 64, KN = 64, KW = 4, QM = 128, QN = 32, QW = 4; };
-template <> struct Sizes<128> { static constexpr int FM = 128, FN = 32, FW = 4, KM = 64, KN = 32, KW = 4, QM = 128, QN = 32, QW = 4; };
+template <> struct Sizes<96> { static constexpr int FM = 128, FN = 32, FW = 4, KM = 64, KN = 64, KW = 4, QM = 128, QN = 32, QW = 4; };
+template <> struct Sizes<128> { static constexpr int FM = 128, FN = 32, FW = 4, KM = 64, KN = 32, KW = 4, QM = 128, QN = 16, QW = 4; };
 template <> struct Sizes<192> { static constexpr int FM = 64, FN = 64, FW = 4, KM = 64, KN = 32, KW = 4, QM = 64, QN = 32, QW = 4; };
 template <> struct Sizes<256> { static constexpr int FM = 64, FN = 32, FW = 4, KM = 64, KN = 16, KW = 4, QM = 64, QN = 16, QW = 4; };
 
@@ -307,10 +323,8 @@ struct Mma {
     }
     template <class T> static void forward(const Flash& f, cudaStream_t s) {
         if (few(f)) return decode<T, HEAD_DIM>(f, s);
-#if HEAD_DIM == 128
-        if (forward_sm90_run<T, 128, 128, 2>(f, s)) return;
-#elif HEAD_DIM == 64
-        if (forward_sm90_run<T, 64, 128, 3>(f, s)) return;
+#ifdef HOPPER
+        if (forward_sm90_run<T, HEAD_DIM, 128, HEAD_DIM == 64 ? 3 : 2>(f, s)) return; // more queries a block where registers allow
 #endif
         auto* k = forward_kernel<T, HEAD_DIM, Z::FM, Z::FN, Z::FW>;
         constexpr int bytes = (Z::FM + 2 * Z::FN) * HEAD_DIM * 2;
@@ -327,7 +341,7 @@ struct Mma {
     }
     template <class T> static void run(const Flash& f, bool back, cudaStream_t s) {
         if (!back) return forward<T>(f, s);
-#if HEAD_DIM == 64 || HEAD_DIM == 128
+#ifdef HOPPER
         if (backward_sm90_run<T, HEAD_DIM>(f, (float2*)f.delta, s)) return;
 #endif
         run_delta<T>(f, true, s);

@@ -62,7 +62,7 @@ template <class T, int DB, int R> __device__ void store(const Rows& to, int b, i
         }
 }
 
-template <class T, int DB, int R> __global__ void __launch_bounds__(256) forward_kernel(const Flash f) {
+template <class T, int DB, int R> __global__ void __launch_bounds__(256, 1) forward_kernel(const Flash f) {
     constexpr int N = 16 * R;
     extern __shared__ float smem[];
     float *q = smem, *kv = q + N * PITCH<DB>, *p = kv + N * PITCH<DB>;
@@ -116,7 +116,7 @@ template <class T, int DB, int R> __global__ void __launch_bounds__(256) forward
 }
 
 // KEYS: the block owns keys, rows are keys and columns queries, and it adds up dk and dv over the group. Else it owns queries, and adds up dq.
-template <class T, int DB, int R, bool KEYS> __global__ void __launch_bounds__(256) backward_kernel(const Flash f) {
+template <class T, int DB, int R, bool KEYS> __global__ void __launch_bounds__(256, 1) backward_kernel(const Flash f) {
     constexpr int N = 16 * R;
     extern __shared__ float smem[];
     float *own1 = smem, *own2 = own1 + N * PITCH<DB>, *x1 = own2 + N * PITCH<DB>, *x2 = x1 + N * PITCH<DB>, *p = x2 + N * PITCH<DB>; // k, v and q, g; or the other way round

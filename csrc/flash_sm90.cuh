@@ -87,6 +87,9 @@ __device__ __forceinline__ Work work_of(int n, int B, int H, int section, int ti
     return {(keys ? r / heads : tiles - 1 - r / heads) * rows, bh / H, bh % H};
 }
 
+// What a block takes each time: to and fro over the blocks, so that who got a heavy one before gets a light one now
+__device__ __forceinline__ int nth(int pick) { return pick * gridDim.x + (pick & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+
 template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WGS + 1) * 128, 1)
     forward_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const Flash f, int section) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -106,12 +109,12 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
     if (wg == WGS) { // the copier
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == WGS * 128) {
-            int step = 0, count = 0;
-            for (int n = blockIdx.x; n < all; n += gridDim.x, count++) {
+            int step = 0;
+            for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
                 const Work w = work_of(n, f.B, f.H, section, tiles, BM, false);
                 const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
                 const int hk = w.h / f.group;
-                mbar_wait(q_free, (count & 1) ^ 1);
+                mbar_wait(q_free, (pick & 1) ^ 1);
                 mbar_expect(q_full, BM * D * 2);
                 for (int s = 0; s < SLABS; s++) tma_load(q + s * BM * 128, &map_q, q_full, s * 64, w.i0, w.h, w.b);
                 for (int jt = t.begin; jt < t.end; jt++, step++) {
@@ -130,12 +133,12 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
         const int row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
         const uint32_t my_q = q + wg * 64 * 128;
         const int my_turn = 1 + wg, next_turn = 1 + (wg + 1) % WGS;
-        int step = 0, count = 0; // of K and V tiles used up, of query tiles done
+        int step = 0; // K and V tiles used up
         if (wg == WGS - 1) turn_give(1);
-        for (int n = blockIdx.x; n < all; n += gridDim.x, count++) {
+        for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
             const Work w = work_of(n, f.B, f.H, section, tiles, BM, false);
             const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
-            float o[D / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
+            float o[1][D / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
             uint32_t p[NT / 2][4];
             auto scores = [&](int at) {
                 pin(s);
@@ -146,10 +149,10 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
                 wgmma_commit();
             };
             auto add_values = [&](int at) {
-                pin(o);
+                pin(o[0]);
                 wgmma_fence();
 #pragma unroll
-                for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(o, p[d], matrix(v + at * TILE + d * 16 * 128, BN * 128));
+                for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(o[0], p[d], matrix(v + at * TILE + d * 16 * 128, BN * 128));
                 wgmma_commit();
             };
             auto softmax = [&](int j0) {
@@ -186,7 +189,7 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
 #pragma unroll
                     for (int i = 0; i < 4; i++) p[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
             };
-            mbar_wait(q_full, count & 1);
+            mbar_wait(q_full, pick & 1);
             if (t.begin < t.end) {
                 mbar_wait(k_full + 8 * (step % STAGES), step / STAGES & 1);
                 scores(step % STAGES);
@@ -208,19 +211,19 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
                     if (lane == 0) mbar_arrive(k_free + 8 * next);
                     softmax(jt * BN);
                     wgmma_wait<0>();
-                    pin(o), pin(p);
+                    pin(o[0]), pin(p);
                     if (lane == 0) mbar_arrive(v_free + 8 * at);
 #pragma unroll
                     for (int x = 0; x < D / 8; x++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) o[x][e] *= shrink[e / 2];
+                        for (int e = 0; e < 4; e++) o[0][x][e] *= shrink[e / 2];
                     round();
                 }
                 if (lane == 0) mbar_arrive(q_free);
                 mbar_wait(v_full + 8 * (step % STAGES), step / STAGES & 1);
                 add_values(step % STAGES);
                 wgmma_wait<0>();
-                pin(o), pin(p);
+                pin(o[0]), pin(p);
                 if (lane == 0) mbar_arrive(v_free + 8 * (step % STAGES));
                 step++;
             } else if (lane == 0) mbar_arrive(q_free);
@@ -232,7 +235,7 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
                 by[0][y] = sum > 0 ? 1 / sum : 0;
                 if (lane % 4 == 0 && i < f.T) f.lse[((int64_t)w.b * f.H + w.h) * f.T + i] = sum > 0 ? m[y] * f.scale + __logf(sum) : -INFINITY;
             }
-            store<T, D, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, reinterpret_cast<const float(&)[1][D / 8][4]>(o), by, lane);
+            store<T, D, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, o, by, lane);
         }
     }
 #endif
@@ -241,14 +244,14 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
 // The backward, twice: the block owns 128 keys and walks over tiles of 64 queries of all heads in the group, for dk and dv; or it owns 128 queries and walks over keys, for dq.
 //   s = own1 x1^T   p = exp(s - lse)   d2 += p x2   dp = own2 x2^T   ds = p (dp - delta)   d1 += ds x1          (own1, own2, x1, x2): k, v, q, g or q, g, k, v
 // A tile in shared memory is a right factor both ways: its rows along the product's N for s and dp, along its depth for d1 and d2.
-template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
+template <class T, int D, int BN, bool KEYS> __global__ void __launch_bounds__(384, 1)
     backward_sm90(const __grid_constant__ CUtensorMap map_own1, const __grid_constant__ CUtensorMap map_own2, const __grid_constant__ CUtensorMap map_x1, const __grid_constant__ CUtensorMap map_x2,
                   const Flash f, const float2* stats, int padded, int section) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int BM = 128, BN = 64, NT = BN / 8, SLABS = D / 64, STAGES = 2, OWN = BM * D * 2, TILE = BN * D * 2, STATS = KEYS ? BN * 8 : 0;
+    constexpr int BM = 128, NT = BN / 8, SLABS = D / 64, STAGES = 2, OWN = BM * D * 2, TILE = BN * D * 2, STATS = KEYS ? BN * 8 : 0;
     extern __shared__ char raw[];
     __shared__ uint64_t bars[2 + 4 * STAGES];
-    __shared__ __align__(16) float2 columns[STAGES][BN]; // lse in units of log 2, and delta, of each query of a stage
+    __shared__ __align__(16) float2 columns[STAGES][KEYS ? BN : 2]; // lse in units of log 2, and delta, of each query of a stage
     const uint32_t own1 = (__cvta_generic_to_shared(raw) + 1023) & ~1023, own2 = own1 + OWN, x1 = own2 + OWN, x2 = x1 + STAGES * TILE;
     const uint32_t bar = __cvta_generic_to_shared(bars), own_full = bar, own_free = bar + 8, x1_full = bar + 16, x2_full = x1_full + 8 * STAGES, x_free = x2_full + 8 * STAGES;
     const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, n_own = KEYS ? f.S : f.T, heads = KEYS ? f.Hkv : f.H, tiles = tiles_of(n_own, BM), all = tiles * f.B * heads;
@@ -262,11 +265,11 @@ template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
     if (wg == 2) { // the copier
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 256) {
-            int step = 0, count = 0;
-            for (int n = blockIdx.x; n < all; n += gridDim.x, count++) {
+            int step = 0;
+            for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
                 const Work w = work_of(n, f.B, heads, section, tiles, BM, KEYS);
                 const Span t = span_of([&](int r) { return KEYS ? queries_of(f, w.b, r) : keys_of(f, w.b, r); }, w.i0, BM, n_own, BN);
-                mbar_wait(own_free, (count & 1) ^ 1);
+                mbar_wait(own_free, (pick & 1) ^ 1);
                 mbar_expect(own_full, 2 * OWN);
                 for (int s = 0; s < SLABS; s++) tma_load(own1 + s * BM * 128, &map_own1, own_full, s * 64, w.i0, w.h, w.b), tma_load(own2 + s * BM * 128, &map_own2, own_full, s * 64, w.i0, w.h, w.b);
                 for (int g = 0; g < (KEYS ? f.group : 1); g++) {
@@ -286,12 +289,12 @@ template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const int row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
-        int step = 0, count = 0;
-        for (int n = blockIdx.x; n < all; n += gridDim.x, count++) {
+        int step = 0;
+        for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
             const Work w = work_of(n, f.B, heads, section, tiles, BM, KEYS);
             auto run = [&](int r) { return KEYS ? queries_of(f, w.b, r) : keys_of(f, w.b, r); };
             const Span t = span_of(run, w.i0, BM, n_own, BN);
-            float d1[D / 8][4] = {}, d2[KEYS ? D / 8 : 1][4] = {}, s[NT][4], dp[NT][4], lse[2], delta[2];
+            float d1[1][D / 8][4] = {}, d2[1][KEYS ? D / 8 : 1][4] = {}, s[NT][4], dp[NT][4], lse[2], delta[2];
             uint32_t p[NT / 2][4], ds[NT / 2][4];
             if (!KEYS)
 #pragma unroll
@@ -307,7 +310,7 @@ template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
                 for (int d = 0; d < D / 16; d++) Wgmma<T>::nt(to, matrix(own + wg * 64 * 128 + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(x + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
                 wgmma_commit();
             };
-            auto add = [&](auto& to, const uint32_t (&a)[NT / 2][4], uint32_t x) {
+            auto add = [&](float (&to)[D / 8][4], const uint32_t (&a)[NT / 2][4], uint32_t x) {
                 pin(to);
                 wgmma_fence();
 #pragma unroll
@@ -320,7 +323,7 @@ template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                     for (int i = 0; i < 4; i++) to[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
             };
-            mbar_wait(own_full, count & 1);
+            mbar_wait(own_full, pick & 1);
             const int total = max(t.end - t.begin, 0) * (KEYS ? f.group : 1);
             int jt = t.begin;
             for (int left = total; left; left--, step++, jt = jt + 1 == t.end ? t.begin : jt + 1) {
@@ -329,7 +332,7 @@ template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
                 mbar_wait(x1_full + 8 * at, parity);
                 product(s, own1, x1 + at * TILE);
                 wgmma_wait<1>(); // what the last tile added is in, and that tile's memory and the registers of its p and ds are free
-                pin(d1), pin(d2), pin(p), pin(ds);
+                pin(d1[0]), pin(d2[0]), pin(p), pin(ds);
                 if (left < total && lane == 0) mbar_arrive(x_free + 8 * ((step + 1) % STAGES));
                 mbar_wait(x2_full + 8 * at, parity);
                 product(dp, own2, x2 + at * TILE);
@@ -353,7 +356,7 @@ template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
                             for (int e = 0; e < 2; e++)
                                 if (x * 8 + e < seen.lo - c || x * 8 + e >= seen.hi - c) s[x][2 * y + e] = 0;
                     }
-                if constexpr (KEYS) round(p), add(d2, p, x2 + at * TILE);
+                if constexpr (KEYS) round(p), add(d2[0], p, x2 + at * TILE);
                 wgmma_wait<KEYS ? 1 : 0>();
                 pin(dp);
 #pragma unroll
@@ -363,18 +366,18 @@ template <class T, int D, bool KEYS> __global__ void __launch_bounds__(384, 1)
                     for (int e = 0; e < 4; e++) s[x][e] *= dp[x][e] - (KEYS ? e % 2 ? c.w : c.y : delta[e / 2]);
                 }
                 round(ds);
-                add(d1, ds, x1 + at * TILE);
+                add(d1[0], ds, x1 + at * TILE);
             }
             wgmma_wait<0>();
-            pin(d1), pin(d2), pin(p), pin(ds);
+            pin(d1[0]), pin(d2[0]), pin(p), pin(ds);
             if (lane == 0) {
                 if (total) mbar_arrive(x_free + 8 * ((step + 1) % STAGES));
                 mbar_arrive(own_free);
             }
             const float by[1][2] = {{f.scale, f.scale}}, one[1][2] = {{1, 1}};
             const Rows& to = KEYS ? f.dk : f.dq;
-            store<T, D, 1>(to.at<T>(w.b, w.h), to.n, w.i0 + row0, n_own, f.D, reinterpret_cast<const float(&)[1][D / 8][4]>(d1), by, lane);
-            if constexpr (KEYS) store<T, D, 1>(f.dv.at<T>(w.b, w.h), f.dv.n, w.i0 + row0, n_own, f.D, reinterpret_cast<const float(&)[1][D / 8][4]>(d2), one, lane);
+            store<T, D, 1>(to.at<T>(w.b, w.h), to.n, w.i0 + row0, n_own, f.D, d1, by, lane);
+            if constexpr (KEYS) store<T, D, 1>(f.dv.at<T>(w.b, w.h), f.dv.n, w.i0 + row0, n_own, f.D, d2, one, lane);
         }
     }
 #endif
@@ -448,14 +451,14 @@ template <class T, int D> bool backward_sm90_run(const Flash& f, float2* stats, 
             !tensor_map<T>(v[i], f.v, f.B, f.Hkv, f.S, f.D, 64 << i)) return false;
     const int padded = padded_queries(f.T), lanes = pow2_at_least(ceil_div(f.D, 8));
     stats_kernel<T><<<ceil_div((int64_t)f.B * f.H * padded * lanes, 256), 256, 0, s>>>(f, stats, padded, lanes);
-    constexpr int bytes = (2 * 128 + 4 * 64) * D * 2 + 1024;
+    constexpr int keys_bytes = (2 * 128 + 4 * 64) * D * 2 + 1024, queries_bytes = (2 * 128 + 4 * 128) * D * 2 + 1024;
     const auto fit = [&](int64_t rows, int unit, int heads) { return (int)std::min<int64_t>(heads, std::max<int64_t>(1, (32 << 20) / (rows * D * 4)) * unit); };
-    auto* keys = backward_sm90<T, D, true>;
-    auto* queries = backward_sm90<T, D, false>;
-    allow_smem((const void*)keys, bytes), allow_smem((const void*)queries, bytes);
+    auto* keys = backward_sm90<T, D, 64, true>;
+    auto* queries = backward_sm90<T, D, 128, false>;
+    allow_smem((const void*)keys, keys_bytes), allow_smem((const void*)queries, queries_bytes);
     const int sms = sm_count();
-    keys<<<std::min(sms, f.B * f.Hkv * tiles_of(f.S, 128)), 384, bytes, s>>>(k[1], v[1], q[0], g[0], f, stats, padded, fit((int64_t)f.T * f.group, 1, f.B * f.Hkv));
-    queries<<<std::min(sms, f.B * f.H * tiles_of(f.T, 128)), 384, bytes, s>>>(q[1], g[1], k[0], v[0], f, stats, padded, fit(f.S, f.group, f.B * f.H));
+    keys<<<std::min(sms, f.B * f.Hkv * tiles_of(f.S, 128)), 384, keys_bytes, s>>>(k[1], v[1], q[0], g[0], f, stats, padded, fit((int64_t)f.T * f.group, 1, f.B * f.Hkv));
+    queries<<<std::min(sms, f.B * f.H * tiles_of(f.T, 128)), 384, queries_bytes, s>>>(q[1], g[1], k[1], v[1], f, stats, padded, fit(f.S, f.group, f.B * f.H));
     return true;
 }
 #endif

@@ -255,3 +255,23 @@ def test_padding_in_the_op_of_the_model():
 def test_the_function_is_the_op():
     q, k, v = qkv(1, 2, 1, 5, 5, 4)
     assert torch.equal(FlashTiles.apply(q, k, v, key_runs(5, 5), .5)[0], flash_attention(q, k, v))
+
+
+# --- its bench ---------------------------------------------------------------------------------------------------------
+def test_bench_attention(tmp_path):
+    import json
+    from click.testing import CliRunner
+    from xtrain.cli import main
+    png = tmp_path/'a.png'
+    p = CliRunner().invoke(main, ['bench', 'attention', '--shape', '1,32,4,2,8', '--json', '--device', 'cpu', '--picture', str(png)])
+    r = json.loads(p.stdout)
+    assert p.exit_code == 0 and {x['who'] for x in r['rows']} == {'flash', 'sdpa', 'composed'} and png.read_bytes()[:4] == b'\x89PNG'
+    for x in r['rows']: assert x['shape'] == [1, 32, 4, 2, 8] and x['forward']*x['forward_ms'] == pytest.approx(4*4*32*32*8/2*1e3)
+
+
+@pytest.mark.parametrize('args,why', [(['--shape', '1,32,4,3,8'], 'multiple of KV heads'), (['--shape', '1,32'], 'five numbers'), (['--shape', '1,a,2,2,2'], 'whole numbers'), (['--picture', '/no/where/a.png'], 'no directory')])
+def test_bench_attention_refuses(args, why):
+    from click.testing import CliRunner
+    from xtrain.cli import main
+    p = CliRunner().invoke(main, ['bench', 'attention', *args])
+    assert p.exit_code and why in p.output + str(p.exception) + p.stderr

@@ -401,8 +401,9 @@ def _bench():
     """Measure xtrain on this machine, beside others.
 
     \b
-    Example:
+    Examples:
       xtrain bench ops
+      xtrain bench attention
     """
 
 @_bench.command('ops')
@@ -429,6 +430,32 @@ def _bench_ops(ops, size, dtype, device, picture, as_json):
     if as_json: _print_json(r)
     else: click.echo(bench.table(r))
     if picture: click.echo(f'picture: {bench.picture(r, picture)}', err=True)
+
+# %% ../nbs/41_cli.ipynb #90c38641
+@_bench.command('attention')
+@click.option('--shape', 'shapes', multiple=True, metavar='B,S,H,HKV,D', help='Rows, tokens, query heads, KV heads, head size; may be given several times.  [seven of models in use]')
+@click.option('--lengths', is_flag=True, help='Also 512 to 65,536 tokens in a row, head sizes 64 and 128.')
+@DEVICE
+@click.option('--picture', metavar='FILE', default='', help='Where to draw speed over length.  [nowhere]')
+@JSON
+def _bench_attention(shapes, lengths, device, picture, as_json):
+    """Time attention, forward and backward, beside torch's FA2, cuDNN, FlexAttention, and FlashAttention-4 where it is installed.
+
+    \b
+    Examples:
+      xtrain bench attention
+      xtrain bench attention --shape 2,8192,16,8,128 --json
+    """
+    from pathlib import Path
+    from xtrain import bench_attention as bench
+    if picture and not Path(picture).resolve().parent.is_dir(): raise UserError(f'--picture {picture}: there is no directory {Path(picture).parent}')
+    try: shapes = [tuple(int(n) for n in s.split(',')) for s in shapes]
+    except ValueError: raise UserError('--shape takes whole numbers with commas between, such as 2,8192,16,8,128') from None
+    r = bench.bench_attention(shapes, lengths, _device(device), say=_status)
+    _status('')
+    if as_json: _print_json(r)
+    else: click.echo(bench.table_attention(r))
+    if picture: click.echo(f'picture: {bench.picture_attention(r, picture)}', err=True)
 
 # %% ../nbs/41_cli.ipynb #8c93b962
 @main.command('doctor')

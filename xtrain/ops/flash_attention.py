@@ -112,7 +112,7 @@ def tile_scores(q, k, runs, j, full, scale):
     s = (fold(acc(q), K) @ acc(k).mT*scale).view(*q.shape[:3], S)
     return s if full else s.masked_fill(~visible(runs, torch.arange(j.start, j.stop, device=s.device))[:, None], -torch.inf)
 
-# %% ../../nbs/07_flash_attention.ipynb #52612f7f
+# %% ../../nbs/07_flash_attention.ipynb #9e9cec90
 def flash_backward(
     g:Tensor, # Gradient by `o`, `(B, H, T, D)`
     q:Tensor, # Queries, `(B, H, T, D)`
@@ -126,7 +126,7 @@ def flash_backward(
     tile:tuple[int,int]=(64, 64), # Queries and keys in a tile
 )->tuple[Tensor,Tensor,Tensor]: # Gradients by `q`, `k` and `v`, in their shapes and dtypes
     "Gradients of attention from its inputs, its result and one number for each query"
-    K, D = k.shape[1], q.shape[-1]
+    K = k.shape[1]
     delta = (acc(g)*acc(o)).sum(-1)
     if g_lse is not None: delta = delta-g_lse
     base = lse.masked_fill(lse == -torch.inf, 0)
