@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SIZES', 'OPS', 'median_ms', 'ceilings', 'Case', 'cases', 'measure', 'bench_ops', 'machine', 'table', 'picture']
 
-# %% ../nbs/40_bench.ipynb #7a3a1d50
-import importlib.metadata, math, time
-from dataclasses import dataclass, field
+# %% ../nbs/40_bench.ipynb #aae50e69
+import importlib, time
+from dataclasses import dataclass
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -71,16 +71,15 @@ SIZES = { # rows, dim of the two norms, (B, T, H, D) of a head, inner dim, (rows
     'full': (16384, (1024, 4096), (4, 4096, 32, 128), 11008, ((16384, 50257), (8192, 151936)), 1024, 200_000_000),
     'small': (256, (256, 1024), (2, 64, 8, 32), 688, ((256, 2003), (128, 6007)), 64, 1_000_000)}
 
-# %% ../nbs/40_bench.ipynb #1a4e1c67
+# %% ../nbs/40_bench.ipynb #5ab3dc5e
 def _liger(name, *fixed, pick=None):
     "A function of Liger's, if it is installed"
     def f(*x):
-        from liger_kernel.transformers import functional
-        y = getattr(functional, name)(*x, *fixed)
+        y = getattr(importlib.import_module('liger_kernel.transformers.functional'), name)(*x, *fixed)
         return y if pick is None else y[pick]
     return f
 
-# %% ../nbs/40_bench.ipynb #3b05fbeb
+# %% ../nbs/40_bench.ipynb #c20fa740
 def cases(
     size:str, # `full` or `small`
     device:torch.device,
@@ -142,9 +141,7 @@ def cases(
         for p in P: p.grad = torch.randn(p.shape, generator=rnd, device=device)
         yield Case('adamw', f'{weights:.0e} float32 weights'.replace('e+0', 'e'), dict(xtrain=lambda: AdamW(P).step, torch=lambda: torch.optim.AdamW(P, fused=True).step), (), dict(step=28*weights), dict(step=15*weights), step=True)
 
-def _silu_mul():
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-    return LigerSiLUMulFunction.apply
+def _silu_mul(): return importlib.import_module('liger_kernel.ops.swiglu').LigerSiLUMulFunction.apply
 
 OPS = ('rms_norm', 'add_rms_norm', 'qk_norm', 'rope', 'qk_norm_rope', 'swiglu', 'repeat_kv', 'cross_entropy', 'head_loss', 'adamw')
 
