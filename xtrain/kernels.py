@@ -147,7 +147,7 @@ def cache_dir()->Path: # Exists, is writable, and nobody else can write there
 class BuildError(RuntimeError):
     "Why there is no library: the first line says it, the rest holds the command and the compiler's words"
 
-# %% ../nbs/00_kernels.ipynb #b9a3ca92
+# %% ../nbs/00_kernels.ipynb #4d03c21a
 @contextmanager
 def _locked(path, what, limit=900):
     "Hold the lock file `path`; says so when it has to wait, gives up after `limit` seconds"
@@ -159,7 +159,7 @@ def _locked(path, what, limit=900):
             except BlockingIOError: pass
             except OSError: break # A file system without locks: each builds its own, the last rename stays
             waited = time.monotonic()-start
-            if waited > 2 and not told: print(f'xtrain: waiting for another process to build {what} (lock: {path})', file=sys.stderr, flush=True); told = True
+            if waited > 2 and not told: sys.stderr.write(f'xtrain: waiting for another process to build {what} (lock: {path})\n'); told = True
             if waited > limit: raise BuildError(f'{what}: another process has held {path} for {limit} s; end it, or set XTRAIN_CACHE to another folder')
             time.sleep(.05)
         yield
