@@ -6,8 +6,8 @@
 __all__ = ['SHAPES', 'LENGTHS', 'SMALL', 'deterministic', 'peers', 'measure_attention', 'bench_attention', 'table_attention',
            'picture_attention']
 
-# %% ../nbs/40_bench_attention.ipynb #228b729c
-import contextlib
+# %% ../nbs/40_bench_attention.ipynb #ecab9c87
+import contextlib, importlib
 import torch, torch.nn.functional as F
 from .bench import ceilings, machine, median_ms
 from .config import UserError
@@ -19,7 +19,7 @@ SHAPES = ((8, 2048, 16, 8, 128), (2, 8192, 16, 8, 128), (1, 16384, 32, 8, 128), 
 LENGTHS = tuple((max(1, 16384//S), S, 16, 8, D) for D in (128, 64) for S in (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)) # 16,384 tokens, as many rows as that makes
 SMALL = ((2, 128, 8, 2, 32), (1, 256, 4, 2, 64)) # For a CPU
 
-# %% ../nbs/40_bench_attention.ipynb #8bfeb3bc
+# %% ../nbs/40_bench_attention.ipynb #3e8c7a6c
 @contextlib.contextmanager
 def deterministic():
     "Torch's deterministic algorithms, and back"
@@ -42,7 +42,7 @@ def peers(
         return f
     found = {'flash': (flash_attention, plain), 'torch FA2': (sdp(SDPBackend.FLASH_ATTENTION), plain), 'FA2 deterministic': (sdp(SDPBackend.FLASH_ATTENTION), deterministic),
              'torch cuDNN': (sdp(SDPBackend.CUDNN_ATTENTION), plain), 'FlexAttention': (_flex(device, shape), plain)}
-    try: from flash_attn.cute import flash_attn_func as fa4
+    try: fa4 = importlib.import_module('flash_attn.cute').flash_attn_func
     except Exception: return found
     turned = lambda det: lambda q, k, v: fa4(*(t.transpose(1, 2) for t in (q, k, v)), causal=True, deterministic=det)[0].transpose(1, 2)
     return {**found, 'FA4': (turned(False), plain), 'FA4 deterministic': (turned(True), plain)}
