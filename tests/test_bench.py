@@ -4,7 +4,6 @@ import pytest, torch, torch.nn.functional as F
 from click.testing import CliRunner
 from xtrain import bench as B
 from xtrain.cli import main
-from xtrain.config import UserError
 
 CPU = torch.device('cpu')
 
@@ -33,17 +32,44 @@ def test_bytes_are_those_of_the_tensors():
 
 def test_a_wrong_answer_is_not_timed():
     c = next(iter(B.cases('small', CPU, torch.float32, ['swiglu'])))
-    for wrong in (lambda g, u: F.gelu(g)*u, lambda g, u: F.silu(g).detach()*u + g.sum()*0):
+    for wrong in (lambda g, u: F.gelu(g)*u, lambda g, u: F.silu(g).detach()*u + g.sum()*0, lambda g, u: 1/0):
         c.ways['xtrain'] = wrong
-        with pytest.raises(UserError, match='swiglu 256×688: xtrain is .* away from torch; not timed'): B.measure(c, CPU, 1e9, seconds=.001)
-    c.ways['xtrain'] = c.ways['torch']; c.ways['liger'] = lambda g, u: g*u
+        rows = B.measure(c, CPU, 1e9, who=('xtrain',), seconds=.001)
+        assert [r['who'] for r in rows] == ['xtrain'] and ('away from torch, not timed' in rows[0]['error'] or 'ZeroDivisionError' in rows[0]['error'])
+
+def test_liger_cannot_spoil_the_inputs_of_others():
+    "Its ops may write gradients over their inputs"
+    c = next(iter(B.cases('small', CPU, torch.float32, ['swiglu'])))
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, g, u): ctx.save_for_backward(g, u); return F.silu(g)*u
+        @staticmethod
+        def backward(ctx, d):
+            g, u = ctx.saved_tensors; s = g.sigmoid(); dg, du = d*u*s*(1+g*(1-s)), d*F.silu(g)
+            for x, y in ((g, dg), (u, du), (d, torch.zeros(()))): x.data.copy_(y)
+            return dg, du
+    c.ways['liger'] = InPlace.apply; was = [x.detach().clone() for x in (*c.inputs, *c.grads)]
     rows = B.measure(c, CPU, 1e9, seconds=.001)
-    assert [r['error'] for r in rows if r['who'] == 'liger'][0].endswith('not timed') and len([r for r in rows if 'ms' in r]) == 4
+    assert [r['who'] for r in rows if 'ms' in r].count('liger') == 2 and all(map(torch.equal, was, (*c.inputs, *c.grads)))
+
+def test_ctrl_c_leaves_a_table(monkeypatch):
+    measure = B.measure
+    def interrupted(case, *a):
+        if case.op == 'swiglu': raise KeyboardInterrupt
+        return measure(case, *a)
+    monkeypatch.setattr(B, 'measure', interrupted)
+    p = CliRunner().invoke(main, ['bench', 'ops', '--op', 'qk_norm', '--op', 'swiglu', '--picture', ''])
+    assert p.exit_code == 130 and 'qk_norm' in p.stdout and 'stopped before its end' in p.stdout and p.stderr.splitlines()[-1] == 'xtrain: interrupted'
+
+def test_an_op_of_ours_that_fails_fails_the_command(monkeypatch):
+    monkeypatch.setattr(B, '_TOLERANCE', {torch.float32: -1.})
+    p = CliRunner().invoke(main, ['bench', 'ops', '--op', 'swiglu', '--picture', ''])
+    assert p.exit_code == 1 and p.stderr.splitlines()[-1].startswith('xtrain: swiglu 256×688: UserError: ') and 'not timed' in p.stderr
 
 def test_a_peer_that_fails_is_a_note(result):
-    bad = dict(result, rows=[r for r in result['rows'] if r['who'] != 'liger'] + [dict(op='swiglu', shape='256×688', direction='forward', who='liger', error='no such thing')])
+    bad = dict(result, rows=[r for r in result['rows'] if r['who'] != 'liger'] + [dict(op='swiglu', shape='256×688', direction='forward', who='compile', error='no such thing')])
     text = B.table(bad)
-    assert 'liger, swiglu: no such thing' in text and text.count('\n') > 25
+    assert 'compile, swiglu: no such thing' in text and text.count('\n') > 25
 
 def test_median():
     n = [0]

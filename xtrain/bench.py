@@ -145,51 +145,50 @@ def _silu_mul(): return importlib.import_module('liger_kernel.ops.swiglu').Liger
 
 OPS = ('rms_norm', 'add_rms_norm', 'qk_norm', 'rope', 'qk_norm_rope', 'swiglu', 'repeat_kv', 'cross_entropy', 'head_loss', 'adamw')
 
-# %% ../nbs/40_bench.ipynb #40754a3a
+# %% ../nbs/40_bench.ipynb #44699169
 def measure(
     case:Case, # What to run
     device:torch.device,
     copy:float, # Bytes/s of a copy on this device
     flush:Tensor|None=None, # See `median_ms`
-    compile:bool=False, # Also time `torch.compile` of torch's way?
-    seconds:float=.15, # For each number
-)->list[dict]: # One for each direction and way
-    "Time every way of a case, both directions"
-    ways, rows = dict(case.ways), []
-    if compile and not case.step: ways['compile'] = torch.compile(ways['torch'], dynamic=False)
-    need, ref = [x for x in case.inputs if isinstance(x, Tensor) and x.requires_grad], None
-    for who in sorted(ways, key=('torch', 'xtrain', 'compile', 'liger').index):
-        f, row = ways[who], dict(op=case.op, shape=case.shape, who=who)
-        def add(direction, ms, **kw): rows.append(row | dict(direction=direction, bytes=case.bytes[direction], flops=case.flops[direction], ms=ms, share=case.bytes[direction]/copy/ms*1e3) | kw)
+    who=('torch', 'xtrain', 'liger'), # Which ways; `compile` is torch's way, compiled
+    seconds:float=.1, # For each number
+)->list[dict]: # One for each way and direction; `error` instead of `ms` where there is none
+    "Time ways of a case, both directions"
+    rows, ref = [], None
+    ways = dict(case.ways)
+    if 'compile' in who and not case.step: ways['compile'] = torch.compile(case.ways['torch'], dynamic=False)
+    for name in [w for w in ('torch', 'xtrain', 'compile', 'liger') if w in ways and (w in who or w == 'torch' and not case.step)]:
+        f, row = ways[name], dict(op=case.op, shape=case.shape, who=name)
+        def add(direction, g, **kw):
+            if name not in who: return
+            ms = median_ms(g, device, seconds, flush)
+            rows.append(row | dict(direction=direction, bytes=case.bytes[direction], flops=case.flops[direction], ms=ms, share=case.bytes[direction]/copy/ms*1e3) | kw)
         try:
-            if case.step:
-                do = f()
-                add('step', median_ms(do, device, seconds, flush))
-                del do
-                continue
-            outs = f(*case.inputs)
-            grad = lambda: torch.autograd.grad(outs, need, case.grads if isinstance(outs, tuple) else case.grads[0], retain_graph=True)
+            if case.step: add('step', f()); continue
+            inputs, grads = case.inputs, case.grads
+            if name == 'liger': inputs, grads = ([x.detach().clone().requires_grad_(x.requires_grad) for x in X] for X in (inputs, grads)) # It writes gradients over some of its inputs
+            need, outs = [x for x in inputs if x.requires_grad], f(*inputs)
+            grad = lambda: torch.autograd.grad(outs, need, grads if isinstance(outs, tuple) else grads[0], retain_graph=True)
             found = [x.detach() for x in (*(outs if isinstance(outs, tuple) else (outs,)), *grad())]
             if ref is None: ref = found
-            elif (far := max(_error(a, b) for a, b in zip(found, ref, strict=True))) > _TOLERANCE[need[0].dtype]: raise UserError(f'{case.op} {case.shape}: {who} is {far:.1e} away from torch; not timed')
+            elif (far := max(_error(a, b) for a, b in zip(found, ref, strict=True))) > _TOLERANCE[need[0].dtype]: raise UserError(f'{far:.1e} away from torch, not timed')
             del found
             if 'both' in case.bytes:
                 del outs
-                both = lambda: torch.autograd.grad(f(*case.inputs), need)
-                add('both', median_ms(both, device, seconds, flush), peak=_peak(both, device))
+                both = lambda: torch.autograd.grad(f(*inputs), need)
+                add('both', both, **(dict(peak=_peak(both, device)) if name in who else {}))
             else:
-                for direction, g in (('forward', lambda: f(*case.inputs)), ('backward', grad)): add(direction, median_ms(g, device, seconds, flush))
+                add('forward', lambda: f(*inputs)); add('backward', grad)
                 del outs
-        except (ImportError, AttributeError) as e:
-            if who != 'liger': raise
-            rows.append(row | dict(direction=next(iter(case.bytes)), error=str(e)))
-        except (RuntimeError, TypeError, UserError) as e:
-            if who == 'xtrain': raise
-            rows.append(row | dict(direction=next(iter(case.bytes)), error=' '.join(str(e).split())[:200]))
+        except Exception as e: rows.append(row | dict(direction=next(iter(case.bytes)), error=f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'))
+        inputs = grads = need = outs = grad = None
     return rows
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-def _error(a, b): return float((a.double()-b.double()).norm()/b.double().norm().clamp_min(1e-30)) if a.numel() < 2**28 else float((a-b).float().norm()/b.float().norm())
+def _error(a, b):
+    "Relative; float64 unless that would take gigabytes"
+    return float((a.double()-b.double()).norm()/b.double().norm().clamp_min(1e-30)) if a.numel() < 2**28 else float((a-b).float().norm()/b.float().norm())
 
 def _peak(f, device):
     "Bytes that `f` needs at once, above what is there before; None on a CPU"
@@ -198,7 +197,7 @@ def _peak(f, device):
     before = torch.cuda.memory_allocated(device); f(); torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)-before
 
-# %% ../nbs/40_bench.ipynb #b0fe7a40
+# %% ../nbs/40_bench.ipynb #1323e44e
 def bench_ops(
     ops=(), # Names from `OPS`; none for all
     size:str|None=None, # `full` or `small`; by default full on a GPU, small on a CPU
@@ -206,25 +205,30 @@ def bench_ops(
     device=None, # By default the GPU if there is one
     say=None, # Takes a line about what is being measured
     seconds:float|None=None, # For each number
-)->dict: # `machine`, `ceilings`, `rows`
-    "Measure ops beside their peers"
+)->dict: # `machine`, `ceilings`, `rows`; `stopped` after Ctrl-C
+    "Measure ops beside their peers; what takes long to compile comes last, so that Ctrl-C leaves a table"
     bad = [o for o in ops if o not in OPS]
     if bad: raise UserError(f'--op {bad[0]} is not known; there are {", ".join(OPS)}')
     device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     if device.type == 'cuda' and device.index is None: device = torch.device('cuda', torch.cuda.current_device())
     gpu = device.type == 'cuda'
     size, dtype = size or ('full' if gpu else 'small'), dtype or (torch.bfloat16 if gpu else torch.float32)
-    seconds = seconds or (.15 if size == 'full' else .03)
+    seconds = seconds or (.1 if size == 'full' else .03)
     say = say or (lambda line: None)
+    r = dict(machine=machine(device, dtype, size), ceilings={}, rows=[])
     say('copy and matrix product')
     copy, product = ceilings(device, dtype, size)
-    flush, rows = torch.empty(2**28 if gpu else 2**25, dtype=torch.uint8, device=device), []
-    for case in cases(size, device, dtype, ops):
-        say(f'{case.op} {case.shape}')
-        rows += measure(case, device, copy, flush, gpu, seconds)
-        del case
-        if gpu: torch.cuda.empty_cache(); torch._dynamo.reset()
-    return dict(machine=machine(device, dtype, size), ceilings=dict(copy=copy, product=product), rows=rows)
+    r['ceilings'] = dict(copy=copy, product=product)
+    flush = torch.empty(2**28 if gpu else 2**25, dtype=torch.uint8, device=device)
+    try:
+        for who in (('torch', 'xtrain', 'liger'), ('compile',))[:1+gpu]:
+            for case in cases(size, device, dtype, ops):
+                say(f"{case.op} {case.shape}: {', '.join(who)}")
+                r['rows'] += measure(case, device, copy, flush, who, seconds)
+                del case
+                if gpu: torch.cuda.empty_cache(); torch._dynamo.reset()
+    except KeyboardInterrupt: r['stopped'] = True
+    return r
 
 def machine(
     device:torch.device, # Where it was measured
@@ -241,7 +245,7 @@ def machine(
 # %% ../nbs/40_bench.ipynb #7066c74b
 def _unit(x, what): return f'{x/1e12:,.3g} T{what}' if x >= 1e12 else f'{x/1e9:,.3g} G{what}'
 
-# %% ../nbs/40_bench.ipynb #dbca9a3d
+# %% ../nbs/40_bench.ipynb #1439a8e6
 def table(
     result:dict, # Of `bench_ops`
 )->str: # For people
@@ -257,7 +261,8 @@ def table(
         peers = [r['ms'] for w, r in g.items() if w != 'xtrain' and 'ms' in r]
         floor = max(us['bytes']/c['copy'], us['flops']/c['product'] if direction == 'both' else 0)*1e3
         lines.append([op, shape, direction, f"{us['bytes']/1e6:,.0f}", f'{floor*k:,.0f}' if k == 1e3 else f'{floor:.3g}', time_(us), f"{floor/us['ms']:.0%}", *(time_(g[w]) if 'ms' in g.get(w, {}) else '–' for w in ('torch', 'compile', 'liger')), f"{min(peers)/us['ms']:.2f}" if peers else '–'])
-    notes += [f"{r['who']}, {r['op']}: {r['error']}" for r in result['rows'] if r.get('error') and 'liger_kernel' not in r['error']]
+    notes += [f"{r['who']}, {r['op']}: {r['error']}" for r in result['rows'] if r.get('error') and not (m['liger'] is None and r['who'] == 'liger')]
+    if result.get('stopped'): notes.append('stopped before its end')
     if m['liger'] is None: notes.append('Liger is not installed: not run')
     if m['device'] != 'cuda': notes.append('torch.compile is not run on a CPU: compiling would take longer than the table')
     for who in ('xtrain', 'torch', 'compile', 'liger'):

@@ -164,7 +164,7 @@ def _options(section, *opts):
 
 def _o(*names, help, type=None, **kw): return names, dict(help=help, type=type, **kw)
 
-# %% ../nbs/41_cli.ipynb #72f2ee73
+# %% ../nbs/41_cli.ipynb #26656abc
 @main.command('train', cls=_Sections)
 @_options('Run',
     _o('--out', metavar='RUN', help='Run directory to write.'),
@@ -395,7 +395,7 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, picture, as_json):
     else: click.echo(v.show(r) + '\n' + note)
     ctx.exit(0 if r.ok else 1)
 
-# %% ../nbs/41_cli.ipynb #8cd0e6e1
+# %% ../nbs/41_cli.ipynb #51a4f988
 @main.group('bench')
 def _bench():
     """Measure xtrain on this machine, beside others.
@@ -429,9 +429,11 @@ def _bench_ops(ops, size, dtype, device, picture, as_json):
     _status('')
     if as_json: _print_json(r)
     else: click.echo(bench.table(r))
-    if picture: click.echo(f'picture: {bench.picture(r, picture)}', err=True)
+    if picture and r['rows']: click.echo(f'picture: {bench.picture(r, picture)}', err=True)
+    if r.get('stopped'): raise KeyboardInterrupt
+    if bad := [x for x in r['rows'] if x['who'] == 'xtrain' and 'error' in x]: raise UserError(f'{bad[0]["op"]} {bad[0]["shape"]}: {bad[0]["error"]}')
 
-# %% ../nbs/41_cli.ipynb #90c38641
+# %% ../nbs/41_cli.ipynb #9481e196
 @_bench.command('attention')
 @click.option('--shape', 'shapes', multiple=True, metavar='B,S,H,HKV,D', help='Rows, tokens, query heads, KV heads, head size; may be given several times.  [seven of models in use]')
 @click.option('--lengths', is_flag=True, help='Also 512 to 65,536 tokens in a row, head sizes 64 and 128.')
