@@ -288,14 +288,27 @@ def test_outputs_of_gpu_cells_are_kept(tmp_path):
     p = project(tmp_path, plain=['1'], gpu=['x = 20', '#| cuda\nimport sys, os\nprint("beside", os.getcwd()); print("hush", file=sys.stderr)\n2*x+2', 'print("other")'])
     old = (p/'nbs'/'gpu.ipynb').read_text()
     r = subprocess.run([sys.executable, ROOT/'tools'/'notebooks.py', 'run', '--gpu', '--root', p, '--write', tmp_path/'out'], capture_output=True, text=True)
-    assert r.returncode == 0 and '1 notebooks, 1 at a time' in r.stdout and 'stderr of cell 3: hush' in r.stdout, r.stdout + r.stderr
+    assert r.returncode == 0 and '1 notebooks, 2 at a time' in r.stdout and 'stderr of cell 3: hush' in r.stdout, r.stdout + r.stderr
     assert os.listdir(tmp_path/'out') == ['gpu.ipynb'] and (p/'nbs'/'gpu.ipynb').read_text() == old
     new = json.loads((tmp_path/'out'/'gpu.ipynb').read_text())
     before, after = json.loads(old)['cells'], new['cells']
     assert after[2].pop('outputs') == [dict(name='stdout', output_type='stream', text='beside nbs\n'), dict(data={'text/plain': '42'}, execution_count=None, metadata={}, output_type='execute_result')]
     before[2].pop('outputs')
     assert before == after
+    p = project(tmp_path/'b', two=['#| cuda\n1+1', '#| cuda\n1/0'])
+    r = subprocess.run([sys.executable, ROOT/'tools'/'notebooks.py', 'run', '--gpu', '--root', p, '--write', tmp_path/'out2'], capture_output=True, text=True)
+    assert r.returncode == 1 and 'ZeroDivisionError' in r.stdout
+    assert [len(c.get('outputs', [])) for c in json.loads((tmp_path/'out2'/'two.ipynb').read_text())['cells']][-2:] == [1, 0]
     assert 'goes with --gpu' in subprocess.run([sys.executable, ROOT/'tools'/'notebooks.py', 'run', '--root', p, '--write', tmp_path/'out'], capture_output=True, text=True).stderr
+
+
+def test_one_gpu_cell_at_a_time(tmp_path):
+    "Of notebooks that run together; other cells overlap"
+    log = tmp_path/'log'
+    cell = f'#| cuda\nimport time\nwith open({str(log)!r}, "a") as f: f.write("(")\ntime.sleep(.4)\nwith open({str(log)!r}, "a") as f: f.write(")")'
+    p = project(tmp_path, one=[cell, cell], two=[cell, cell], three=[cell])
+    assert runner.run([p/'nbs'/f'{n}.ipynb' for n in ('one', 'two', 'three')], p, workers=3, flags='cuda') == (3, 0)
+    assert log.read_text() == '()'*5
 
 
 def test_surroundings_are_unfriendly(tmp_path):

@@ -224,7 +224,7 @@ def gpu_args(**kw):
     return argparse.Namespace(**dict(only='', write=None, wheels=None, chosen=False) | kw)
 
 
-H200 = dict(torch='2.x', cuda='13.0', gpu='NVIDIA H200', n=1, sm='sm_90', need=[], nbdev=True)
+H200 = dict(torch='2.x', cuda='13.0', gpu='NVIDIA H200', n=1, sm='sm_90', need=[], nbdev=True, xdist=True, gb=139)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def gpu_machine(monkeypatch, tmp_path):
     def run(cmd, what=None, check=True, **env):
         commands.append([str(c) for c in cmd])
         if '--gpu' in cmd: Path(cmd[cmd.index('--counts')+1]).write_text(run.notebooks)
-        if '-m' in map(str, cmd): next(Path(str(c).split('=')[1]) for c in cmd if 'junitxml' in str(c)).write_text('<testsuites><testsuite tests="9" failures="%d" errors="0" skipped="2"/></testsuites>' % run.failures)
+        if 'tests/gpu' in cmd: next(Path(str(c).split('=')[1]) for c in cmd if 'junitxml' in str(c)).write_text('<testsuites><testsuite tests="9" failures="%d" errors="0" skipped="2"/></testsuites>' % run.failures)
         return run.code
     run.notebooks, run.failures, run.code = '3 0', 0, 0
     monkeypatch.setattr(make, 'run', run); monkeypatch.setattr(make, 'times', []); monkeypatch.setattr(make, 'ROOT', tmp_path)
@@ -248,6 +248,7 @@ def test_make_gpu_counts_what_passed(gpu_machine, monkeypatch, capsys):
     monkeypatch.setattr(make, 'probe', lambda py, path: H200 if py == sys.executable else None)
     make.gpu(gpu_args(write='here'))
     last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert sum('tests/gpu' in c and ('-n' in c) == (os.cpu_count() > 3) for c in commands) == 1
     assert re.fullmatch(r'3 notebooks, 7 tests passed, 2 skipped on NVIDIA H200 \(sm_90\), torch 2.x, in \d+ s', last)
     assert all(c[0] == sys.executable for c in commands) and not any('pip' in c for c in commands) and any(c[-2:] == ['--write', 'here'] for c in commands)
     run.code, run.notebooks, run.failures = 1, '2 1', 1

@@ -178,7 +178,7 @@ ok = torch.cuda.is_available()
 need = [p for p in 'numpy safetensors tokenizers click tqdm tabulate matplotlib pyarrow pytest'.split() if not u.find_spec(p)]
 cap = torch.cuda.get_device_capability() if ok else ()
 print(json.dumps(dict(torch=torch.__version__, cuda=torch.version.cuda, gpu=torch.cuda.get_device_name() if ok else None, n=torch.cuda.device_count(), sm='sm_%d%d' % cap if ok else None, need=need,
-    nbdev=bool(u.find_spec('nbdev') and u.find_spec('execnb') and u.find_spec('fastcore')))))"""
+    xdist=bool(u.find_spec('xdist')), gb=torch.cuda.mem_get_info()[0]//2**30 if ok else 0, nbdev=bool(u.find_spec('nbdev') and u.find_spec('execnb') and u.find_spec('fastcore')))))"""
 NBDEV = 'nbdev execnb fastcore ghapi fastgit asttokens astunparse executing ipython ipython_pygments_lexers jedi matplotlib-inline parso pexpect prompt_toolkit psutil ptyprocess pure_eval PyYAML six stack-data traitlets watchdog wcwidth wheel'.split()
 
 
@@ -212,23 +212,25 @@ def gpu(args):
     env = dict(PYTHONPATH=path, PATH=str(Path(py).parent)+os.pathsep+os.environ.get('PATH', ''))
     tmp, bad = ROOT/'.pytest_cache'/'gpu', []
     shutil.rmtree(str(tmp), ignore_errors=True); tmp.mkdir(parents=True)
-    run([py, '-c', 'from xtrain.kernels import backend; print("kernels: %s (%s)" % backend())'], 'build the kernels', check=False, **env)
-    only = args.only.split(',') if args.only else ['notebooks', 'pytest']
+    run([py, '-c', 'from xtrain.kernels import backend, csrc_path; print("kernels: %s (%s)" % backend(*sorted(p.stem for p in csrc_path().glob("*.cu"))))'], 'build the kernels', check=False, **env)
+    # As many processes as have a few cores and enough of the card's memory each; tests of more than 2^31 elements take up to 20 GB
+    procs = max(1, min(6, (os.cpu_count() or 1)//2, info['gb']//20)) if info['xdist'] else 1
+    only = args.only.split(',') if args.only else ['pytest', 'notebooks']
     n = passed = failed = skipped = 0
-    if 'notebooks' in only and not info['nbdev']:
-        bad.append('notebooks: not run, %s has no nbdev. Install it: pip install -c constraints.txt nbdev execnb fastcore ghapi fastgit psutil; without a network: '
-                   'python tools/make.py wheels DIR elsewhere, then make gpu WHEELS=DIR' % shown([py]))
-    elif 'notebooks' in only:
-        cmd = [py, 'tools/notebooks.py', 'run', '--gpu', '--timeout', '600', '--counts', tmp/'run'] + (['--write', args.write] if args.write else [])
-        if run(cmd, 'notebooks with GPU cells', check=False, **env): bad.append('notebooks')
-        if (tmp/'run').exists(): n, f = map(int, (tmp/'run').read_text().split()); failed += f
     if 'pytest' in only:
-        if run([py, '-m', 'pytest', 'tests/gpu', '-o', 'junit_family=xunit1', '--durations=5', '--junitxml=%s' % (tmp/'pytest.xml')], 'tests/gpu', check=False, **env): bad.append('pytest')
+        if run([py, '-m', 'pytest', 'tests/gpu'] + (['-n', procs, '--dist', 'loadgroup'] if procs > 1 else []) + ['-o', 'junit_family=xunit1', '--durations=5', '--junitxml=%s' % (tmp/'pytest.xml')], 'tests/gpu', check=False, **env): bad.append('pytest')
         if (tmp/'pytest.xml').exists():
             import xml.etree.ElementTree as ET
             for s in ET.parse(str(tmp/'pytest.xml')).getroot().iter('testsuite'):
                 k = {k: int(s.get(k, 0)) for k in ('tests', 'failures', 'errors', 'skipped')}
                 failed += k['failures']+k['errors']; skipped += k['skipped']; passed += k['tests']-k['failures']-k['errors']-k['skipped']
+    if 'notebooks' in only and not info['nbdev']:
+        bad.append('notebooks: not run, %s has no nbdev. Install it: pip install -c constraints.txt nbdev execnb fastcore ghapi fastgit psutil; without a network: '
+                   'python tools/make.py wheels DIR elsewhere, then make gpu WHEELS=DIR' % shown([py]))
+    elif 'notebooks' in only:
+        cmd = [py, 'tools/notebooks.py', 'run', '--gpu', '--timeout', '600', '--workers', '4' if procs > 3 else '1', '--counts', tmp/'run'] + (['--write', args.write] if args.write else [])
+        if run(cmd, 'notebooks with GPU cells', check=False, **env): bad.append('notebooks')
+        if (tmp/'run').exists(): n, f = map(int, (tmp/'run').read_text().split()); failed += f
     print('\nTime:'); print_times()
     for b in bad: print('failed: ' + b)
     print('%d notebooks, %d tests passed%s%s on %s (%s), torch %s, in %.0f s' % (n, passed, ', %d failed' % max(failed, len(bad)) if bad else '', ', %d skipped' % skipped if skipped else '',

@@ -1,14 +1,15 @@
 """Check and run the notebooks: `python tools/notebooks.py check | fresh | run`
 
-On a machine with a GPU, `run --gpu` runs those that have `#| cuda` cells, these cells included, one at a time; with
-`--write DIR` it also saves them there with what those cells put out, every other byte as it was.
+On a machine with a GPU, `run --gpu` runs those that have `#| cuda` cells, these cells included, and never two such cells
+at a time, so that what one measures is its own; with `--write DIR` it also saves the notebooks there, cell by cell, with
+what those cells put out and every other byte as it was (of one that fails, up to the failure).
 
 nbdev runs and exports them. What this adds is what nbdev leaves open: a notebook that is not valid JSON is named;
 each runs alone, in its own copy of the checkout, so a file it leaves behind is found and named; one whose process is
 killed or that never ends is named too, with the cell. The surroundings are unfriendly on purpose: no home folder, the C
 locale, an odd time zone and, where the system allows it, no network.
 """
-import argparse, json, os, shutil, signal, subprocess, sys, tempfile, time
+import argparse, contextlib, json, os, shutil, signal, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def run_one(nb, root, timeout=300, flags='', workers=1, prefix=(), write=None):
         copy = copy_project(root, tmp/'checkout')
         before, start = snapshot(copy), time.time()
         with open(tmp/'log', 'w+b') as log:
-            p = subprocess.Popen([*prefix, sys.executable, str(HERE), '_child', str(copy/name), str(tmp/'cell'), flags, str(tmp/'outputs') if write else ''], cwd=copy,
+            p = subprocess.Popen([*prefix, sys.executable, str(HERE), '_child', str(copy/name), str(tmp/'cell'), flags, str(Path(write)/Path(nb).name) if write else '', str(tmp)], cwd=copy,
                                  env=unfriendly(tmp, workers), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             try: code = p.wait(timeout)
             except subprocess.TimeoutExpired: code = None
@@ -156,7 +157,6 @@ def run_one(nb, root, timeout=300, flags='', workers=1, prefix=(), write=None):
             where = (tmp/'cell').read_text(encoding='utf-8') if (tmp/'cell').exists() else 'the start, before its first cell'
             log.seek(0); said = log.read().decode('utf-8', 'replace').strip().replace(str(copy)+os.sep, '')
         after = snapshot(copy)
-        outputs = json.loads((tmp/'outputs').read_text(encoding='utf-8')) if code == 0 and write else {}
     if code is None: return secs, f'not at its end after {timeout:.0f} s, in {where}'
     if code < 0 or code > 128:
         n = -code if code < 0 else code-128
@@ -165,7 +165,6 @@ def run_one(nb, root, timeout=300, flags='', workers=1, prefix=(), write=None):
     left = sorted(f for f in before.keys() | after.keys() if before.get(f) != after.get(f))
     if left: return secs, f'leaves or changes files: {", ".join(left[:5])}'
     if said and write: print(f'  {name}:\n{said}', flush=True)
-    if write: (Path(write)/Path(nb).name).write_text(with_outputs(nb, outputs, [str(copy), str(tmp)]), encoding='utf-8')
     return secs, None
 
 
@@ -176,7 +175,7 @@ def with_outputs(nb, outputs, private=()):
         o = {k: whole(v) if k == 'text' else v for k,v in o.items()}
         if 'data' in o: o['data'] = {k: whole(v) for k,v in o['data'].items()}
         return o
-    d = json.loads(Path(nb).read_text(encoding='utf-8'))
+    d = json.loads(Path(nb).read_text(encoding='utf-8')) if isinstance(nb, Path) else json.loads(nb)
     for c in d['cells']:
         if c.get('id') in outputs: c['outputs'] = [clean(o) for o in outputs[c['id']] if o.get('name') != 'stderr']
     text = json.dumps(d, sort_keys=True, indent=1, ensure_ascii=False)+'\n'
@@ -184,7 +183,16 @@ def with_outputs(nb, outputs, private=()):
     return text
 
 
-def child(nb, cell_file, flags, outputs_file=''):
+@contextlib.contextmanager
+def gpu_to_itself():
+    "One `#| cuda` cell at a time on this machine, whichever process it is in"
+    import fcntl
+    with open(Path(tempfile.gettempdir())/f'xtrain-gpu-{os.getuid()}.lock', 'w') as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def child(nb, cell_file, flags, write='', private=''):
     "Inside the new process: run the notebook with nbdev, noting each cell before it starts"
     nb = Path(nb)
     try:  # bring up the loopback of the empty network that `unshare` made
@@ -193,30 +201,34 @@ def child(nb, cell_file, flags, outputs_file=''):
     except (ImportError, OSError): pass
     import nbdev.test
     from nbdev.config import get_config
-    kept = {}
+    text, kept = nb.read_text(encoding='utf-8'), {}
+    cfg = get_config()
     class Noting(nbdev.test.CaptureShell):
         def __init__(self, path): super().__init__(path, mpl_format='png')
         def cell(self, cell, **kw):
             if cell.cell_type == 'code':
                 code = [l for l in cell.source.splitlines() if l.strip() and not l.lstrip().startswith('#')]
                 Path(cell_file).write_text(f'cell {cell.idx_+1}: {code[0].strip()[:80] if code else ""}', encoding='utf-8')
+            if 'cuda' not in (getattr(cell, 'directives_', None) or {}): return super().cell(cell, **kw)
             cell.outputs = []
-            super().cell(cell, **kw)
-            if outputs_file and 'cuda' in (getattr(cell, 'directives_', None) or {}):
-                kept[cell.id] = cell.outputs
-                for o in cell.outputs:  # not kept: warnings name the machine
-                    if o.get('name') == 'stderr': print(f'  stderr of cell {cell.idx_+1}: {"".join(o["text"]).strip()}', flush=True)
+            with gpu_to_itself(): super().cell(cell, **kw)
+            if not write or self.exc: return
+            kept[cell.id] = cell.outputs
+            tmp = Path(f'{write}.tmp')
+            tmp.write_text(with_outputs(text, kept, [str(cfg.config_path), private]), encoding='utf-8'); os.replace(tmp, write)
+            for o in cell.outputs:  # not kept: warnings name the machine
+                if o.get('name') == 'stderr': print(f'  stderr of cell {cell.idx_+1}: {"".join(o["text"]).strip()}', flush=True)
     nbdev.test.CaptureShell = Noting
-    cfg = get_config()
     ok,_ = nbdev.test.test_nb(nb, skip_flags=cfg.tst_flags.split(), force_flags=flags.split(), basepath=cfg.config_path)
-    if outputs_file: Path(outputs_file).write_text(json.dumps(kept), encoding='utf-8')
     sys.stdout.flush(); sys.stderr.flush()
     os._exit(0 if ok else 1)  # a thread a notebook left running must not keep the process
 
 
 def run(nbs, root, workers=2, timeout=300, flags='', slow=120, write=None):
     "Run every notebook; how many passed and failed"
-    prefix, failed, secs = [] if 'cuda' in flags.split() else no_network(), [], {}
+    gpu = 'cuda' in flags.split()
+    prefix, failed, secs = [] if gpu else no_network(), [], {}
+    if gpu: os.environ.setdefault('XTRAIN_CACHE', os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'xtrain'))  # the notebooks have no home, and need not build again
     print(f'{len(nbs)} notebooks, {workers} at a time, each alone in a fresh copy; C locale, no home folder, '
           f'{"no network" if prefix else "network left as it is"}', flush=True)
     def one(nb):
@@ -224,7 +236,7 @@ def run(nbs, root, workers=2, timeout=300, flags='', slow=120, write=None):
         secs[nb] = s
         print(f'  {"FAIL" if why else "ok  "} {_short(nb, root):34} {s:6.1f} s' + (f'  over {slow} s' if s > slow and not why else ''), flush=True)
         if why: failed.append((nb, why))
-    with ThreadPoolExecutor(workers) as pool: list(pool.map(one, reversed(nbs)))  # the later ones take longer: those first
+    with ThreadPoolExecutor(workers) as pool: list(pool.map(one, sorted(nbs, key=lambda n: n.stat().st_size) if gpu else reversed(nbs)))  # the later ones take longer: those first; on a GPU the small ones
     for nb,why in failed: print(f'\n{_short(nb, root)}: {why}')
     print(f'\nnotebooks: {len(nbs)-len(failed)} passed, {len(failed)} failed; {sum(secs.values()):.0f} s of notebook time')
     return len(nbs)-len(failed), len(failed)
@@ -238,13 +250,13 @@ def main(argv=None):
     p.add_argument('--workers', type=int, default=2, help='notebooks at a time')
     p.add_argument('--timeout', type=float, default=300, help='seconds one notebook may take')
     p.add_argument('--flags', default='', help='run cells with these flags too, such as "cuda"')
-    p.add_argument('--gpu', action='store_true', help='only notebooks with `#| cuda` cells, these cells too, one at a time')
+    p.add_argument('--gpu', action='store_true', help='only notebooks with `#| cuda` cells, these cells too, never two of them at a time')
     p.add_argument('--write', type=Path, metavar='DIR', help='save notebooks there with new outputs of their `#| cuda` cells')
     p.add_argument('--counts', type=Path, help='write "passed failed" to this file')
     a = p.parse_args(argv)
     nbs = [n.resolve() for n in a.notebooks] or notebooks(a.root)
     if a.gpu:
-        a.flags, a.workers = f'{a.flags} cuda'.strip(), 1
+        a.flags = f'{a.flags} cuda'.strip()
         nbs = [n for n in nbs if problem(n) or has_gpu_cells(n)]
         if a.write: a.write.mkdir(parents=True, exist_ok=True)
     elif a.write: sys.exit('--write goes with --gpu')

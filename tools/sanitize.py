@@ -4,7 +4,7 @@ compute-sanitizer runs this file again and again, once a tool; that second proce
 small shapes chosen to be awkward: one row, sizes that are no multiple of anything, storage that begins at an odd place.
 It comes with the CUDA toolkit, or as `pip install nvidia-cuda-sanitizer-api`. Needs a GPU and exits with 1 on any finding.
 """
-import argparse, os, re, shutil, subprocess, sys, time
+import argparse, os, re, shutil, subprocess, sys, threading, time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ def cases():
         n = torch.Size(shape).numel()
         return torch.randn(n+shift, device='cuda').to(dtype)[shift:].view(shape).requires_grad_(grad)
     def back(*outs): torch.autograd.backward(outs, [torch.randn_like(o) for o in outs])
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
         k, short = dict(dtype=dtype), str(dtype).split('.')[1]
         def norm(R, D, s): back(rms_norm(new(R, D, shift=s, **k), new(D, dtype=torch.float32)))
         def add_norm(R, D, s): back(*add_rms_norm(new(R, D, shift=s, **k), new(R, D, **k), new(D, **k)))
@@ -80,12 +80,11 @@ def cases():
 
 def ops(only):
     import torch
-    from xtrain.kernels import backend
     torch.manual_seed(0)
     n, errors = 0, 0
     for name,f in cases():
         if not re.search(only, name): continue
-        try: f(); torch.cuda.synchronize(); n += 1
+        try: f(); torch.cuda.synchronize(); n += 1; print(f'ran {n}: {name}', flush=True)
         except Exception as e: print(f'FAILED {name}: {type(e).__name__}: {str(e).splitlines()[0]}', flush=True); errors += 1
     print(f'{n} cases ran, {errors} failed', flush=True)
     sys.exit(bool(errors))
@@ -113,13 +112,15 @@ def main():
     for t in a.tools:
         start = time.time()
         cmd = [tool, '--tool', t, '--error-exitcode', '7', '--print-limit', '20', sys.executable, __file__, '--ops', '--only', a.only]
-        try: r = subprocess.run(list(map(str, cmd)), env=env, capture_output=True, text=True, errors='replace', timeout=a.timeout)
-        except subprocess.TimeoutExpired as e:
-            print(f'{t}: not at its end after {a.timeout:.0f} s: {(e.stdout or b"")[-1500:].decode(errors="replace")}', flush=True); bad += 1; continue
-        lines = (r.stdout+r.stderr).splitlines()
-        last = [l for l in lines if 'SUMMARY' in l or 'cases ran' in l]
-        if r.returncode: bad += 1; print('\n'.join(lines[-60:]))
-        print(f'{t}: {"FAILED" if r.returncode else "clean"} in {time.time()-start:.0f} s: {"; ".join(l.strip("= ") for l in last)}', flush=True)
+        p = subprocess.Popen(list(map(str, cmd)), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+        late = threading.Timer(a.timeout or 1e6, p.kill); late.daemon = True; late.start()
+        last, ran, shown = '', 0, 0
+        for line in p.stdout:  # findings as they come, each with the case before it
+            if line.startswith('ran '): ran += 1; last = line.strip()
+            elif not re.match(r'=========\s*$|========= COMPUTE-SANITIZER', line) and (shown := shown+1) < 80: print(f'{t}: {line.rstrip()}' + (f'   [after {last}]' if 'Invalid' in line or 'rror:' in line else ''), flush=True)
+        code = p.wait(); late.cancel()
+        bad += code != 0
+        print(f'{t}: {"clean" if not code else f"FAILED (exit status {code})"}, {ran} cases in {time.time()-start:.0f} s', flush=True)
     sys.exit(bool(bad))
 
 

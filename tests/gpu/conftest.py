@@ -5,6 +5,9 @@ from xtrain.kernels import backend, no_gpu
 WHY = no_gpu()
 
 
+def pytest_configure(config): config.addinivalue_line('markers', 'xdist_group(name): tests that pytest-xdist gives to one process')
+
+
 def pytest_collection_modifyitems(items):
     for i in items:
         if WHY and 'tests/gpu' in i.path.as_posix(): i.add_marker(pytest.mark.skip(reason=f'no GPU: {WHY}'))

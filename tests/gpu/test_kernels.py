@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest, torch
 import xtrain.kernels as k
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU'), pytest.mark.xdist_group('kernels')]
 ROOT = Path(__file__).resolve().parent.parent.parent
 CODE = '''
 #include "common.cuh"
@@ -30,9 +30,40 @@ def compiler():
     if k.backend()[0] != 'cuda': pytest.skip(k.backend()[1])
 
 
-def child(code, **env):
+def start(code, **env):
     "Run code in a process of its own"
-    return subprocess.run([sys.executable, '-W', 'always', '-c', 'import torch, xtrain.kernels as k, warnings\n'+code], cwd=ROOT, env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]), **env), capture_output=True, text=True, timeout=200)
+    path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
+    return subprocess.Popen([sys.executable, '-W', 'always', '-c', 'import torch, xtrain.kernels as k\n'+code], cwd=ROOT, env=dict(os.environ, PYTHONPATH=path) | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+FIRST = '''
+from xtrain.ops.swiglu import swiglu
+g, u = (torch.randn(2, 1000, device='cuda').bfloat16().requires_grad_() for _ in range(2))
+f = torch.compile(swiglu, fullgraph=True)
+y = f(g, u); y.sum().backward()
+a = g.grad.clone(); g.grad = None
+swiglu(g, u).sum().backward()
+assert torch.equal(a, g.grad) and torch.equal(y, swiglu(g, u))
+print('ns', k.kernels('swiglu', 0).name)
+'''
+RUN = '''
+from xtrain.ops.swiglu import swiglu, swiglu_ref
+x = torch.randn(2, 1000, device='cuda')
+assert torch.allclose(swiglu(*x), swiglu_ref(*x))
+print(*k.backend('swiglu'))
+'''
+OTHER = '8.0' if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 8 else '9.0'
+
+
+@pytest.fixture(scope='module')
+def children(compiler, tmp_path_factory):
+    "Processes of their own, started together: name -> (exit code, stdout, stderr)"
+    cold, ptx = (str(tmp_path_factory.mktemp(n)) for n in ('cold', 'ptx'))
+    load = 'assert k.kernels("repeat_kv", 0) is not None\nassert k.kernels("repeat_kv").repeat_kv(torch.ones(1, 1, 2, 8, device="cuda"), 3).sum() == 48'
+    ps = dict(first=start(FIRST), other=start(RUN, TORCH_CUDA_ARCH_LIST=OTHER), old=start(RUN, TORCH_CUDA_ARCH_LIST='7.5'), ptx=start('assert k.kernels("swiglu", 0) is not None\n'+RUN, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=ptx),
+        off=start(RUN, XTRAIN_KERNELS='0'), hidden=start('print(*k.backend())', CUDA_VISIBLE_DEVICES=''), no_compiler=start(RUN, PATH='/nonexistent', CUDA_HOME='/nonexistent'), **{f'cold{i}': start(load, XTRAIN_CACHE=cold) for i in range(4)})
+    out = {n: (*p.communicate(timeout=200), p.returncode) for n,p in ps.items()}
+    return {n: (rc, o, e) for n,(o,e,rc) in out.items()} | dict(cold=Path(cold))
 
 
 def test_backend_names_compiler_and_card():
@@ -47,6 +78,14 @@ def test_seconds_not_minutes(tmp_path, monkeypatch):
     start = time.time(); again = k.load_source(source('2'), gpu=True); warm = time.time()-start
     print(f'cold {cold:.1f} s, warm {warm*1e3:.1f} ms')
     assert again is ns and cold < 30 and warm < .5
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two GPUs')
+def test_the_tensors_card_not_the_current_one():
+    x = torch.randn(1000, device='cuda:1')
+    ns = k.load_source(source('2.f'), gpu=True)
+    y = ns.times(x)
+    assert y.device == x.device and torch.equal(y, 2*x) and torch.cuda.current_device() == 0
 
 
 def test_an_edited_cell_reloads():
@@ -78,75 +117,46 @@ def test_streams_graphs_compile():
 def test_every_file_loads(name): assert k.kernels(name, 0) is not None
 
 
-FIRST = '''
-from xtrain.ops.swiglu import swiglu
-g, u = (torch.randn(2, 1000, device='cuda').bfloat16().requires_grad_() for _ in range(2))
-f = torch.compile(swiglu, fullgraph=True)
-y = f(g, u); y.sum().backward()
-a = g.grad.clone(); g.grad = None
-swiglu(g, u).sum().backward()
-assert torch.equal(a, g.grad) and torch.equal(y, swiglu(g, u))
-print('ns', k.kernels('swiglu', 0).name)
-'''
-
-
-def test_first_load_while_compiling():
+def test_first_load_while_compiling(children):
     "The first op of a process is a traced one; no break, the kernel is in the graph, its bits are eager's"
-    r = child(FIRST)
-    assert r.returncode == 0 and 'ns xtrain_' in r.stdout and "torch's own ops" not in r.stderr, r.stderr[-3000:]
+    rc, out, err = children['first']
+    assert rc == 0 and 'ns xtrain_' in out and "torch's own ops" not in err, err[-3000:]
 
 
-LEFT_OUT = '''
-from xtrain.ops.swiglu import swiglu, swiglu_ref
-x = torch.randn(2, 1000, device='cuda')
-assert torch.allclose(swiglu(*x), swiglu_ref(*x))
-print(*k.backend())
-'''
-
-
-def test_a_list_that_leaves_this_card_out():
+def test_a_list_that_leaves_this_card_out(children):
     "Torch's op runs, and the line names both architectures"
     cap, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-    other = '8.0' if cap[0] != 8 else '9.0'
-    r = child(LEFT_OUT, TORCH_CUDA_ARCH_LIST=other)
-    line = f'TORCH_CUDA_ARCH_LIST={other} leaves out {name} ({k.sm(cap)}): add {cap[0]}.{cap[1]} to it, or unset it'
-    assert r.returncode == 0 and f'torch {line}' in r.stdout and r.stderr.count(line) == 1, r.stdout+r.stderr
-    r = child(LEFT_OUT, TORCH_CUDA_ARCH_LIST='7.5')
-    assert r.returncode == 0 and 'TORCH_CUDA_ARCH_LIST=7.5 leaves out' in r.stdout, r.stderr
+    rc, out, err = children['other']
+    line = f'TORCH_CUDA_ARCH_LIST={OTHER} leaves out {name} ({k.sm(cap)}): add {cap[0]}.{cap[1]} to it, or unset it'
+    assert rc == 0 and f'torch {line}' in out and err.count(line) == 1, out+err
+    rc, out, err = children['old']
+    assert rc == 0 and 'TORCH_CUDA_ARCH_LIST=7.5 leaves out' in out, err
 
 
-def test_ptx_of_an_older_card_runs(tmp_path):
+def test_ptx_of_an_older_card_runs(children):
     "Built for 8.0 and PTX, run on what is here: the driver translates"
-    if torch.cuda.get_device_capability() < (8, 6): pytest.skip('this card is 8.0')
-    code = LEFT_OUT.replace('print', 'assert k.kernels("swiglu", 0) is not None\nprint')
-    r = child(code, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=str(tmp_path))
-    assert r.returncode == 0 and r.stdout.startswith('cuda nvcc'), r.stdout+r.stderr
+    rc, out, err = children['ptx']
+    assert rc == 0 and out.startswith('cuda nvcc'), out+err
 
 
-def test_turned_off():
-    r = child(LEFT_OUT, XTRAIN_KERNELS='0')
-    assert r.returncode == 0 and 'torch XTRAIN_KERNELS=0 turns the kernels off' in r.stdout, r.stderr
+def test_turned_off(children):
+    rc, out, err = children['off']
+    assert rc == 0 and 'torch XTRAIN_KERNELS=0 turns the kernels off' in out, err
 
 
-def test_hidden():
-    r = child('print(*k.backend())', CUDA_VISIBLE_DEVICES='')
-    assert "torch CUDA_VISIBLE_DEVICES='' hides every GPU; unset it" in r.stdout, r.stderr
+def test_hidden(children): assert "torch CUDA_VISIBLE_DEVICES='' hides every GPU; unset it" in children['hidden'][1], children['hidden'][2]
 
 
-def test_no_compiler():
-    "PATH without nvcc and CUDA_HOME that is not there: torch's op, one line; only where no other nvcc lies about"
-    r = child(LEFT_OUT, PATH='/nonexistent', CUDA_HOME='/nonexistent')
-    assert r.returncode == 0, r.stderr
-    assert r.stdout.startswith('torch ') and ('CUDA_HOME=/nonexistent without bin/nvcc' in r.stdout or 'no C++ compiler found' in r.stdout), r.stdout
+def test_no_compiler(children):
+    "PATH without any, CUDA_HOME that is not there: torch's op and one line"
+    rc, out, err = children['no_compiler']
+    assert rc == 0 and out.startswith('torch ') and ('CUDA_HOME=/nonexistent without bin/nvcc' in out or 'no C++ compiler found' in out), out+err
 
 
-def test_eight_processes_on_a_cold_cache(tmp_path):
-    "One build, eight loads"
-    ps = [subprocess.Popen([sys.executable, '-c', 'import torch, xtrain.kernels as k\nassert k.kernels("repeat_kv", 0) is not None\nx = torch.ones(1, 1, 2, 8, device="cuda")\nassert k.kernels("repeat_kv").repeat_kv(x, 3).sum() == 48'],
-        cwd=ROOT, env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]), XTRAIN_CACHE=str(tmp_path)), stderr=subprocess.PIPE, text=True) for _ in range(8)]
-    said = [p.communicate(timeout=200)[1] for p in ps]
-    assert [p.returncode for p in ps] == [0]*8, said
-    assert [p.suffix for p in sorted(tmp_path.iterdir())] == ['.lock', '.so'] and sum('waiting for another process' in s for s in said) >= 1
+def test_processes_on_a_cold_cache(children):
+    "Four start together: one build, four loads"
+    assert [children[f'cold{i}'][0] for i in range(4)] == [0]*4, [children[f'cold{i}'][2] for i in range(4)]
+    assert [p.suffix for p in sorted(children['cold'].iterdir())] == ['.lock', '.so']
 
 
 def test_threads(monkeypatch):
@@ -172,6 +182,6 @@ def test_machine_code_is_in_the_library():
     tool = shutil.which('cuobjdump') or next(map(str, Path('/usr/local').glob('cuda*/bin/cuobjdump')), None)
     if not tool: pytest.skip('no cuobjdump')
     so = k.compile_source(k.csrc_path()/'swiglu.cu', gpu=True)
-    out = subprocess.run([tool, '--list-elf', '--list-ptx', so], capture_output=True, text=True).stdout
+    out = ''.join(subprocess.run([tool, how, so], capture_output=True, text=True).stdout for how in ('--list-elf', '--list-ptx'))
     cap = torch.cuda.get_device_capability()
     assert ('sm_90a' if cap == (9, 0) else k.sm(cap)) in out and '.ptx' in out, out
