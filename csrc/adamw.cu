@@ -68,9 +68,7 @@ constexpr int FEW = 48, MANY = 480;                                 // tensors o
 template <int N> struct Table { int n, base; int first[N + 1]; int64_t size[N]; };   // first: block where a tensor begins
 template <int N> struct Grads { Table<N> t; const void* g[N]; };
 template <int N> struct Sets { Table<N> t; float *p[N], *m[N], *v[N]; const void* g[N]; void* c[N]; };
-template <int N> struct Counts { int n, base; float* step[N]; unsigned char group[N]; };
-constexpr int GROUPS = 32;
-struct Groups { Hyper h[GROUPS]; };
+template <int N> struct Counts { int n, base; float* step[N]; Hyper h[N]; int group[N]; };
 
 // the tensor of a block: the last one that begins at or before it
 template <int N> __device__ __forceinline__ int tensor_of(const Table<N>& t, int block) {
@@ -122,14 +120,14 @@ __global__ void __launch_bounds__(1024) root_of_sum(const double* __restrict__ p
 }
 
 // One thread for each tensor: counts the step and computes its factors. A norm that is not finite, or `stop` once set, leaves all as it is.
-template <int N> __global__ void prepare(const __grid_constant__ Counts<N> a, const __grid_constant__ Groups groups, const void* __restrict__ lr, int lr_kind, int64_t lr_stride,
+template <int N> __global__ void prepare(const __grid_constant__ Counts<N> a, const void* __restrict__ lr, int lr_kind, int64_t lr_stride,
                                          const double* __restrict__ norm, double max_norm, float* stop, int divides, Factors* __restrict__ out) {
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= a.n) return;
     const double length = norm ? *norm : 0.;
     const bool ok = isfinite(length) && !(stop && *stop != 0.f);
     if (stop && !isfinite(length)) *stop = 1.f;
-    Hyper h = groups.h[a.group[t]];
+    Hyper h = a.h[t];
     if (lr_kind) h.lr = lr_kind == 1 ? (double)static_cast<const float*>(lr)[a.group[t] * lr_stride] : static_cast<const double*>(lr)[a.group[t] * lr_stride];
     const float step = *a.step[t] + 1.f;
     if (ok) *a.step[t] = step;
@@ -322,9 +320,6 @@ void step_of(const std::vector<Row>& rows, const Tensor& like, const Tensor& hyp
     torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
     const cudaStream_t s = stream_of(like);
     const std::vector<Hyper> h = hypers(hyper, rows);
-    STD_TORCH_CHECK(h.size() <= GROUPS, "adamw: more than 32 parameter groups");
-    Groups groups{};
-    std::copy(h.begin(), h.end(), groups.h);
     int lr_kind = 0; int64_t lr_stride = 0;
     if (lr) {
         STD_TORCH_CHECK(lr->is_contiguous() && (lr->numel() == 1 || lr->numel() == (int64_t)h.size()) && lr->get_device_index() == like.get_device_index(), "adamw: lr must be one number, or one for each group, on the parameters' device");
@@ -342,8 +337,8 @@ void step_of(const std::vector<Row>& rows, const Tensor& like, const Tensor& hyp
     stretches(all.size(), [&](size_t from, size_t to, auto N) {
         Counts<N()> a;
         a.n = (int)(to - from); a.base = (int)from;
-        for (size_t i = from; i < to; i++) { a.step[i - from] = all[i].step; a.group[i - from] = (unsigned char)all[i].group; }
-        prepare<<<(int)ceil_div(a.n, 128), 128, 0, s>>>(a, groups, lr ? lr->const_data_ptr() : nullptr, lr_kind, lr_stride, norm ? static_cast<const double*>(norm->const_data_ptr()) : nullptr, max_norm,
+        for (size_t i = from; i < to; i++) { const int k = (int)(i - from); a.step[k] = all[i].step; a.h[k] = h[all[i].group]; a.group[k] = all[i].group; }
+        prepare<<<(int)ceil_div(a.n, 128), 128, 0, s>>>(a, lr ? lr->const_data_ptr() : nullptr, lr_kind, lr_stride, norm ? static_cast<const double*>(norm->const_data_ptr()) : nullptr, max_norm,
                                                         stop ? static_cast<float*>(stop->mutable_data_ptr()) : nullptr, (int)divides, f);
     });
     int64_t base = 0;

@@ -2,6 +2,7 @@
 import math, random
 import pytest, torch
 from xtrain.kernels import kernels
+from xtrain import optim
 from xtrain.optim import AdamW, grad_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
@@ -55,6 +56,27 @@ def test_groups_have_their_own_settings():
     A = params([(100,), (50, 3), (70,)]); B = clones(A)
     groups = lambda P: [dict(params=P[:1], lr=1e-2, weight_decay=.3), dict(params=P[1:2], betas=(.5, .6)), dict(params=P[2:], eps=1e-2)]
     race(AdamW(groups(A)), single(groups(B)), A, B, 30)
+
+def test_a_group_for_each_of_100_tensors():
+    A = params([(k + 1,) for k in range(100)]); B = clones(A); groups = lambda P: [dict(params=[p], lr=1e-3*(k + 1), weight_decay=k/100, betas=(.9 - k/200, .99)) for k, p in enumerate(P)]
+    race(AdamW(groups(A)), single(groups(B)), A, B, 5)
+
+def test_where_there_is_no_kernel(monkeypatch):
+    "torch's own routine on the GPU: its bits, no waiting, and a NaN holds"
+    monkeypatch.setattr(optim, 'cuda_ops', lambda name, x: None)
+    A = params([(1000,), (30, 7)]); B = clones(A); a, b = AdamW(A, max_norm=2., hold=True), torch.optim.AdamW(B, fused=True)
+    for t in range(6):
+        for p, q in zip(A, B): p.grad = torch.randn_like(p); q.grad = p.grad.clone()
+        optim.clip_grads([q.grad for q in B], 2.); b.step()
+        if t == 3: torch.cuda.synchronize(); torch.cuda.set_sync_debug_mode('error')
+        try: a.step()
+        finally: torch.cuda.set_sync_debug_mode('default')
+        assert all(map(torch.equal, A, B))
+    was = [x.detach().clone() for x in state(a)]
+    for bad in (math.nan, 0.):
+        for p in A: p.grad = torch.full_like(p, 1 + bad)
+        a.step(); assert all(map(torch.equal, was, state(a)))
+    assert a.stop.item() == 1
 
 def test_1200_tensors():
     A = params([(k % 50 + 1,) for k in range(1200)]); B = clones(A)
