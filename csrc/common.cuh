@@ -71,6 +71,11 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vec {
     __device__ __forceinline__ const P& pair(int i) const { return reinterpret_cast<const P*>(v)[i]; }
     __device__ __forceinline__ static Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
     __device__ __forceinline__ void store(T* p) const { *reinterpret_cast<Vec*>(p) = *this; }
+    // Makes the compiler forget that it has unpacked these already: unpacking again is cheaper than twice the registers.
+    __device__ __forceinline__ void repack() {
+#pragma unroll
+        for (int i = 0; i < (int)(sizeof(Vec) / 4); i++) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(v)[i]));
+    }
     // For results that nothing reads soon: evicted first, so that they leave the cache in the order they were written.
     __device__ __forceinline__ void store_once(T* p) const {
         if constexpr (sizeof(Vec) == 16) __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(this));

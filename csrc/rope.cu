@@ -13,23 +13,25 @@ struct Strides { int64_t b, h, t; };
 // x is [B, H, T, D] with any strides but a dense last axis. An item is one token and every `groups`-th of its heads; items are
 // numbered in the order of x's memory, so that neighbouring lanes touch neighbouring addresses.
 struct Shape {
-    int64_t B, H, T, items;
-    Strides x, y, g, cs, sn;                                      // of x, the result, the gradient and the tables (0: the axis is shared)
-    int D, lanes, groups;
+    int64_t items;
+    int B, H, T, D, lanes, groups;
     bool heads_inside;                                            // memory order B, T, H (what a projection writes), else B, H, T
     Divisor inner, outer;                                         // of an item's number: sizes of the innermost axis, and of the next
-    __device__ __forceinline__ void split(int64_t item, int64_t& b, int64_t& h, int64_t& t) const {
-        int64_t i1, i2;
-        if (item >> 31) { i1 = item % inner.d; item /= inner.d; i2 = item % outer.d; b = item / outer.d; }
-        else {
+    Strides x, y, g, cs, sn;                                      // of x, the result, the gradient and the tables (0: the axis is shared)
+    // The token (b, t) of an item and its first head h; the others are h + groups, h + 2 * groups, ..., as long as they are below H.
+    __device__ __forceinline__ void split(int64_t item, int& b, int& h, int& t) const {
+        int i1, i2;
+        if (item >> 31) {
+            const int64_t q = item / inner.d;
+            i1 = (int)(item - q * inner.d); b = (int)(q / outer.d); i2 = (int)(q - b * (int64_t)outer.d);
+        } else {
             const unsigned r = (unsigned)item, q = inner.quotient(r), p = outer.quotient(q);
-            i1 = r - q * inner.d; i2 = q - p * outer.d; b = p;
+            i1 = (int)(r - q * inner.d); i2 = (int)(q - p * outer.d); b = (int)p;
         }
         h = heads_inside ? i1 : i2; t = heads_inside ? i2 : i1;
     }
-    __device__ __forceinline__ int64_t heads(int64_t h) const { return (H - h + groups - 1) / groups; }
 };
-__device__ __forceinline__ int64_t place(const Strides& s, int64_t b, int64_t h, int64_t t) { return b * s.b + h * s.h + t * s.t; }
+__device__ __forceinline__ int64_t place(const Strides& s, int b, int h, int t) { return b * s.b + h * s.h + t * s.t; }
 
 template <class T> constexpr int VEC = 16 / sizeof(T);
 template <class T> using V = Vec<T, VEC<T>>;                      // one lane's channels
@@ -71,15 +73,16 @@ __global__ void __launch_bounds__(TURN_THREADS, 1) turn_kernel(const T* __restri
     const int lane = threadIdx.x % S.lanes, c = lane * VEC<T>, half = S.D / 2;
     const bool low = c < half;
     const int64_t item = blockIdx.x * (int64_t)(blockDim.x / S.lanes) + threadIdx.x / S.lanes;
-    int64_t b, h, t;
+    const bool on = item < S.items && c < S.D;
+    int b, h, t;
     S.split(item < S.items ? item : 0, b, h, t);
-    const int64_t heads = item < S.items && c < S.D ? S.heads(h) : 0;
     const T* px = x + place(S.x, b, h, t) + c;
     T* py = y + place(S.y, b, h, t) + c;
+    const int64_t next_x = S.groups * S.x.h, next_y = S.groups * S.y.h;
     V<T> v[HEADS] = {}, cv, sv;
 #pragma unroll
-    for (int k = 0; k < HEADS; k++) if (k < heads) v[k] = V<T>::load(px + k * S.groups * S.x.h);
-    if (heads) {
+    for (int k = 0; k < HEADS; k++) if (on && h + k * S.groups < S.H) v[k] = V<T>::load(px + k * next_x);
+    if (on) {
         cv = V<T>::load(cs + place(S.cs, b, h, t) + c);
         sv = V<T>::load(sn + place(S.sn, b, h, t) + (!BACK ? c : low ? c + half : c - half));
         if (low != BACK)
@@ -93,21 +96,21 @@ __global__ void __launch_bounds__(TURN_THREADS, 1) turn_kernel(const T* __restri
 #pragma unroll
             for (int i = 0; i < VEC<T>; i++) ss[k] += v[k][i] * v[k][i];
         lane_sums(ss, S.lanes);
-        if (heads) {
+        if (on) {
             const V<T> wv = load_gain<T>(w, w_f32, c);
 #pragma unroll
-            for (int k = 0; k < HEADS; k++) v[k] = normed<T>(v[k], __frsqrt_rn(ss[k] / S.D + eps), wv);
+            for (int k = 0; k < HEADS; k++) { v[k].repack(); v[k] = normed<T>(v[k], __frsqrt_rn(ss[k] / S.D + eps), wv); }
         }
     }
     const int away = half / VEC<T>, other = (threadIdx.x & 31) + (c >= S.D ? 0 : low ? away : -away);
 #pragma unroll
     for (int k = 0; k < HEADS; k++) {
         const V<T> u = from_lane<T>(v[k], other);
-        if (k < heads) {
+        if (on && h + k * S.groups < S.H) {
             V<T> o;
 #pragma unroll
             for (int i = 0; i < VEC<T> / 2; i++) o.pair(i) = add_rn(mul_rn(v[k].pair(i), cv.pair(i)), mul_rn(u.pair(i), sv.pair(i)));
-            o.store_once(py + k * S.groups * S.y.h);
+            o.store_once(py + k * next_y);
         }
     }
 }
@@ -116,7 +119,7 @@ template <class T, bool BACK>
 __global__ void turn_any(const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, T* __restrict__ y, Shape S) {
     const int half = S.D / 2;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < S.items * half; i += gridDim.x * (int64_t)blockDim.x) {
-        int64_t b, h, t;
+        int b, h, t;
         S.split(i / half, b, h, t);
         const int c = (int)(i % half);
         const T *px = x + place(S.x, b, h, t) + c, *pc = cs + place(S.cs, b, h, t) + c, *ps = sn + place(S.sn, b, h, t) + c;
@@ -135,25 +138,23 @@ template <class T, int HEADS>
 __global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32,
                                                                T* __restrict__ dx, float* __restrict__ dw_part, Shape S, float eps) {
     extern __shared__ __align__(16) unsigned char dynamic[];
-    V<T>* ring = reinterpret_cast<V<T>*>(dynamic);                // [2][HEADS][4][blockDim.x]
-    const int lane = threadIdx.x % S.lanes, slot = threadIdx.x / S.lanes, slots = blockDim.x / S.lanes, half = S.D / 2, c = lane * VEC<T>;
+    V<T>* ring = reinterpret_cast<V<T>*>(dynamic) + threadIdx.x;  // [2][HEADS][4][GRAD_THREADS]
+    const int lane = threadIdx.x % S.lanes, slot = threadIdx.x / S.lanes, slots = GRAD_THREADS / S.lanes, half = S.D / 2, c = lane * VEC<T>;
     const bool on = c < half;
-    const int64_t stride = gridDim.x * (int64_t)slots;
+    const int64_t stride = gridDim.x * (int64_t)slots, next_x = S.groups * S.x.h, next_g = S.groups * S.g.h, next_y = S.groups * S.y.h;
     float dw1[VEC<T>] = {}, dw2[VEC<T>] = {};
-    V<T> w1, w2;
+    V<T> w1 = {}, w2 = {};
     if (on) { w1 = load_gain<T>(w, w_f32, c); w2 = load_gain<T>(w, w_f32, half + c); }
-    auto copies = [&](int stage, int k) { return ring + (stage * HEADS + k) * 4 * blockDim.x + threadIdx.x; };
     auto fetch = [&](int64_t item, int stage) {
         if (on && item < S.items) {
-            int64_t b, h, t;
+            int b, h, t;
             S.split(item, b, h, t);
-            const int64_t heads = S.heads(h);
             const T *px = x + place(S.x, b, h, t) + c, *pg = g + place(S.g, b, h, t) + c;
 #pragma unroll
-            for (int k = 0; k < HEADS; k++) if (k < heads) {
-                V<T>* to = copies(stage, k);
-                copy_async(to, px + k * S.groups * S.x.h); copy_async(to + blockDim.x, px + k * S.groups * S.x.h + half);
-                copy_async(to + 2 * blockDim.x, pg + k * S.groups * S.g.h); copy_async(to + 3 * blockDim.x, pg + k * S.groups * S.g.h + half);
+            for (int k = 0; k < HEADS; k++) if (h + k * S.groups < S.H) {
+                V<T>* to = ring + (stage * HEADS + k) * 4 * GRAD_THREADS;
+                copy_async(to, px + k * next_x); copy_async(to + GRAD_THREADS, px + k * next_x + half);
+                copy_async(to + 2 * GRAD_THREADS, pg + k * next_g); copy_async(to + 3 * GRAD_THREADS, pg + k * next_g + half);
             }
         }
         copy_commit();
@@ -162,20 +163,20 @@ __global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const T
     fetch(item, 0);
     int stage = 0;
     for (int64_t base = blockIdx.x * (int64_t)slots; base < S.items; base += stride, item += stride, stage ^= 1) {
-        int64_t b, h, t;
+        const bool live = on && item < S.items;
+        int b, h, t;
         S.split(item < S.items ? item : 0, b, h, t);
-        const int64_t heads = on && item < S.items ? S.heads(h) : 0;
         V<T> c1 = {}, c2 = {}, s1 = {}, s2 = {}, x1[HEADS] = {}, x2[HEADS] = {}, g1[HEADS] = {}, g2[HEADS] = {};
-        if (heads) {
+        if (live) {
             const T *pc = cs + place(S.cs, b, h, t) + c, *ps = sn + place(S.sn, b, h, t) + c;
             c1 = V<T>::load(pc); c2 = V<T>::load(pc + half); s1 = V<T>::load(ps); s2 = V<T>::load(ps + half);
         }
         fetch(item + stride, stage ^ 1);
         copy_wait<1>();
 #pragma unroll
-        for (int k = 0; k < HEADS; k++) if (k < heads) {
-            const V<T>* from = copies(stage, k);
-            x1[k] = from[0]; x2[k] = from[blockDim.x]; g1[k] = from[2 * blockDim.x]; g2[k] = from[3 * blockDim.x];
+        for (int k = 0; k < HEADS; k++) if (live && h + k * S.groups < S.H) {
+            const V<T>* from = ring + (stage * HEADS + k) * 4 * GRAD_THREADS;
+            x1[k] = from[0]; x2[k] = from[GRAD_THREADS]; g1[k] = from[2 * GRAD_THREADS]; g2[k] = from[3 * GRAD_THREADS];
         }
         float a1[HEADS][VEC<T>], a2[HEADS][VEC<T>], sums[2 * HEADS] = {};   // the gradient turned back; x^2 and a*w*x of each head
 #pragma unroll
@@ -190,15 +191,16 @@ __global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const T
         lane_sums(sums, S.lanes);
         T* pd = dx + place(S.y, b, h, t) + c;
 #pragma unroll
-        for (int k = 0; k < HEADS; k++) if (k < heads) {
+        for (int k = 0; k < HEADS; k++) if (live && h + k * S.groups < S.H) {
             const float r = __frsqrt_rn(sums[2 * k] / S.D + eps), m = sums[2 * k + 1] / S.D * r * r;
             V<T> o1, o2;
+            x1[k].repack(); x2[k].repack(); w1.repack(); w2.repack();
 #pragma unroll
             for (int i = 0; i < VEC<T>; i++) {
                 dw1[i] += a1[k][i] * (x1[k][i] * r); dw2[i] += a2[k][i] * (x2[k][i] * r);
                 o1.set(i, r * (a1[k][i] * w1[i] - x1[k][i] * m)); o2.set(i, r * (a2[k][i] * w2[i] - x2[k][i] * m));
             }
-            o1.store_once(pd + k * S.groups * S.y.h); o2.store_once(pd + k * S.groups * S.y.h + half);
+            o1.store_once(pd + k * next_y); o2.store_once(pd + k * next_y + half);
         }
     }
     // the block's share of dw: its slots one after the other
@@ -232,10 +234,13 @@ inline Strides strides_of(const Tensor& t) {
     return {stride(3), stride(2), stride(1)};
 }
 template <int HEADS> Shape shape_of(const Tensor& x, const Tensor& y, const Tensor& g, const Tensor& cs, const Tensor& sn, int lanes) {
-    Shape S{x.size(0), x.size(1), x.size(2), 0, strides_of(x), strides_of(y), strides_of(g), strides_of(cs), strides_of(sn), (int)x.size(3), lanes, 0, false, {}, {}};
-    S.heads_inside = S.x.t >= S.x.h;
+    Shape S;
+    S.B = (int)x.size(0); S.H = (int)x.size(1); S.T = (int)x.size(2); S.D = (int)x.size(3);
+    S.x = strides_of(x); S.y = strides_of(y); S.g = strides_of(g); S.cs = strides_of(cs); S.sn = strides_of(sn);
+    S.lanes = lanes;
     S.groups = (int)ceil_div(S.H, HEADS);
-    S.items = S.B * S.T * S.groups;
+    S.items = (int64_t)S.B * S.T * S.groups;
+    S.heads_inside = S.x.t >= S.x.h;
     S.inner = Divisor(S.heads_inside ? S.groups : S.T);
     S.outer = Divisor(S.heads_inside ? S.T : S.groups);
     return S;

@@ -50,15 +50,15 @@ def grads(f, inputs, *g):
 
 
 def no_larger(ours, theirs, ref, size=None, tiny=3e-7):
-    "Error against float64, compared with torch's own at the same dtype; relative to `size`, where terms cancel"
+    "Error against float64, compared with torch's own at the same dtype; relative to `size`, where terms cancel. Few numbers are noisy: two roundings of one number differ by as much as they err"
     norm = (ref if size is None else size).double().norm().clamp_min(1e-30)
     a, b = (float((t.double()-ref).norm()/norm) for t in (ours, theirs))
-    assert a <= 1.05*b + tiny, f'ours {a:.3e}, torch {b:.3e}'
+    assert a <= (1.05 + 3/ref.numel()**.5)*b + tiny, f'ours {a:.3e}, torch {b:.3e}'
 
 
 WIDTHS = [1, 3, 8, 16, 24, 32, 64, 80, 96, 128, 136, 256, 264, 512, 768, 1000, 1001, 1024, 1032, 2048, 2056, 4096, 5120, 8192, 11008, 16384, 32768, 32776, 40000]
 CASES = [(rng.choice([1, 2, 3, 7, 64, 301]), rng.choice(WIDTHS), rng.choice(DTYPES), rng.random() < .5, rng.choice(LAYOUTS), rng.choice(LAYOUTS), rng.choice([1e-6, 1e-5, 1e-2]), rng.choice([1e-3, 1., 1., 30.]), rng.randrange(10**6))
-         for rng in [random.Random(0)] for _ in range(80)] + [(65, D, BF16, False, 'dense', 'dense', 1e-6, 1., D) for D in WIDTHS]
+         for rng in [random.Random(0)] for _ in range(50)] + [(65, D, BF16, False, 'dense', 'dense', 1e-6, 1., D) for D in WIDTHS]
 
 @pytest.mark.parametrize('N,D,dtype,master,lx,lg,eps,scale,seed', CASES)
 def test_random(ns, N, D, dtype, master, lx, lg, eps, scale, seed):
@@ -127,10 +127,9 @@ def test_order_of_roundings():
     assert torch.equal(rms_norm(x64 := randn(64, 128, dtype=BF16), w), rms_norm(x64, w.bfloat16()))
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('D', [64, 1000, 4096])
-def test_opcheck(ns, dtype, D):
-    for w in (gains(D, dtype), gains(D, F32)):
+@pytest.mark.parametrize('D,dtype', [(64, F16), (1000, F32), (4096, BF16)])
+def test_opcheck(ns, D, dtype):
+    for w in (gains(D, F32),):
         x, r = leaf(rows(5, D, dtype)), leaf(rows(5, D, dtype, 'padded'))
         torch.library.opcheck(ns.rms_norm.default, (x, leaf(w), 1e-6))
         torch.library.opcheck(ns.add_rms_norm.default, (x, r, leaf(w), 1e-6))
@@ -138,8 +137,7 @@ def test_opcheck(ns, dtype, D):
         torch.library.opcheck(ns.add_rms_norm_backward.default, (rows(5, D, dtype), rows(5, D, dtype), x.detach(), w, 1e-6))
 
 
-@pytest.mark.parametrize('D,N', [(64, 5000), (128, 20000), (1000, 777), (1024, 3000), (4096, 3000), (8192, 500)])
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('D,N,dtype', [(64, 5000, F16), (128, 20000, BF16), (1000, 777, BF16), (1024, 3000, BF16), (4096, 3000, BF16), (4096, 500, F32)])
 def test_a_hundred_runs(D, N, dtype):
     x, r, w, g, gh = rows(N, D, dtype), rows(N, D, dtype), gains(D, F32), rows(N, D, dtype), rows(N, D, dtype)
     side, junk, first = torch.cuda.Stream(), torch.randn(1 << 22, device='cuda'), None
@@ -188,10 +186,11 @@ def test_shapes_and_strides():
         assert rel_error(rms_norm(x, w), rms_norm_ref(x.double(), w.double())) < 1e-6
         dx = torch.autograd.grad(rms_norm(a := leaf(x), w).sum(), a)[0]          # a gradient of stride 0
         assert rel_error(dx, grads(lambda x: rms_norm_ref(x, w.double()), (x.double(),), torch.ones_like(x, dtype=F64))[0]) < 2e-6
-    assert rel_error(rms_norm(randn(3, 48), gains(96, F32)[::2]), 0) > 0
+    x, w = randn(3, 48), gains(96, F32)[::2]
+    assert torch.equal(rms_norm(x, w), rms_norm(x, w.contiguous()))
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('dtype', [BF16])
 def test_compiled_is_eager(dtype):
     torch._dynamo.reset()
     x, r, w, g = rows(37, 256, dtype), rows(37, 256, dtype), gains(256, F32), rows(37, 256, dtype)
@@ -264,4 +263,4 @@ def test_errors_name_the_argument(call, says):
 
 def test_float64_takes_torchs_ops():
     x, w = torch.randn(3, 8, device='cuda', dtype=F64), torch.randn(8, device='cuda', dtype=F64)
-    assert torch.autograd.gradcheck(rms_norm, (leaf(x), leaf(w))) and torch.autograd.gradcheck(add_rms_norm, (leaf(x), leaf(x), leaf(w)))
+    assert torch.autograd.gradcheck(rms_norm, (leaf(x), leaf(w))) and torch.autograd.gradcheck(add_rms_norm, (leaf(x), leaf(x.flip(0)), leaf(w)))
