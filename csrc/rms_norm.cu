@@ -310,7 +310,7 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
                 const int threads = p.wide ? p.tpr : BWD_THREADS, groups = threads / p.tpr;
                 int smem = bwd_slots(p.nv, R, ADD ? 3 : 2) * threads * 16;
                 if (!p.wide && smem < groups * D * 4) smem = groups * D * 4;
-                if (smem > 48 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+                if (smem > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
                 const int64_t want = (int64_t)sm_count() * (512 / threads), have = ceil_div(rows, groups * R);
                 parts = want < have ? want : have;
                 part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
