@@ -171,7 +171,7 @@ inline int cache_bytes(const void* kernel, int64_t row_bytes) {
     n = n < CACHE_BYTES ? n : CACHE_BYTES;
     n = n < row_bytes ? n : row_bytes;
     n = n / 16 * 16;
-    if (n > (48 << 10)) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)n);
+    if (n > (40 << 10)) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)n);
     return (int)n;
 }
 

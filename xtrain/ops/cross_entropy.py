@@ -121,8 +121,8 @@ def check_args(
         if not 0 <= v < math.inf: raise ValueError(f'{k} must be 0 (off) or positive, got {v}')
     check_ids(targets, V, ignore_index)
 
-# %% ../../nbs/08_cross_entropy.ipynb #07cbba17
-CHUNK_BYTES = dict(cpu=8<<20, cuda=512<<20) # Bytes of logits in the buffer: what the cache of a CPU holds, what fills a GPU
+# %% ../../nbs/08_cross_entropy.ipynb #606176ac
+CHUNK_BYTES = dict(cpu=8<<20, cuda=128<<20) # Bytes of logits in the buffer: what the cache of a CPU holds, what fills a GPU
 
 def n_chunks(
     rows:int, # How many there are
@@ -284,30 +284,37 @@ def _walk(x, w, t, dx, dw, need_dh, need_dw, r, z_loss, softcap):
             if need_dw: dw.addmm_((x_c/s).t(), z)
     return l
 
-# %% ../../nbs/08_cross_entropy.ipynb #8bbd2c31
+# %% ../../nbs/08_cross_entropy.ipynb #b6779a0a
 def _on_gpu(h, w, targets, ignore_index, need_dh, need_dw, weight, z_loss, softcap, scored):
     "`loss_and_grads` without a wait for the GPU"
     (N, D), V, f, ns = h.shape, w.shape[1], torch.promote_types(h.dtype, torch.float32), cuda_ops('cross_entropy', h)
     low, both = h.dtype != f, need_dh or need_dw
     dh = torch.empty_like(h, dtype=f) if need_dh else h.new_empty(0, dtype=f)
     dw = (torch.empty_like if N else torch.zeros_like)(w, dtype=f) if need_dw else w.new_empty(0, dtype=f)
-    l, n = h.new_empty(N, dtype=f), n_chunks(N, V, h.dtype, h.device)
+    l, n = h.new_empty(N, dtype=f), min(n_chunks(N, V, h.dtype, h.device), -(-N//max(D, 1)) or 1)
     rows = min(N, -(-(-(-N//n))//128)*128)
     step = 128//h.dtype.itemsize
     buf = h.new_empty(rows, -(-V//step)*step)[:, :V]
+    kw, even = dict(out_dtype=f) if low else {}, V//64*64
+    cols = [c for c in (slice(even), slice(even, V)) if c.stop > (c.start or 0)]
     for i in range(0, N, max(1, rows)):
         out = slice(i, i+rows)
         x, t, r = h[out].where(scored[out, None], 0), targets[out], None if weight is None else weight[out]
-        z = torch.mm(x, w, out=buf[:len(x)])
+        z = buf[:len(x)]
+        for c in cols: torch.mm(x, w[:, c], out=z[:, c])
         if ns is None: l[out] = _rows_by_torch(z, t, scored[out], r, z_loss, softcap, both)
         elif both: l[out] = ns.loss_and_grad_(z, t, r, ignore_index, z_loss, softcap)
         else:
             l[out] = ns.cross_entropy(z, t, ignore_index, z_loss, softcap)[0]
             if r is not None: l[out] = (l[out]*r).where(scored[out], 0)
-        kw = dict(out_dtype=f) if low else {}
-        if need_dh: torch.mm(z, w.t(), out=dh[out], **kw)
-        if need_dw: torch.addmm(dw, x.t(), z, out=dw, **kw) if i else torch.mm(x.t(), z, out=dw, **kw)
+        for c in cols:
+            if need_dh: _add_mm(dh[out], z[:, c], w[:, c].t(), c is cols[0], kw)
+            if need_dw: _add_mm(dw[:, c], x.t(), z[:, c], i == 0, kw)
     return l.sum(), total_weight(scored, weight).to(f), dh, dw
+
+def _add_mm(out, a, b, first, kw):
+    "`out = a@b` the first time, `out += a@b` afterwards"
+    torch.mm(a, b, out=out, **kw) if first else torch.addmm(out, a, b, out=out, **kw)
 
 def _rows_by_torch(z, t, scored, r, z_loss, softcap, both):
     "What the kernel `loss_and_grad_` does, for dtypes that it does not take and for a GPU without a compiler"
