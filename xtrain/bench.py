@@ -79,7 +79,7 @@ def _liger(name, *fixed, pick=None):
         return y if pick is None else y[pick]
     return f
 
-# %% ../nbs/40_bench.ipynb #c20fa740
+# %% ../nbs/40_bench.ipynb #6d0cf402
 def cases(
     size:str, # `full` or `small`
     device:torch.device,
@@ -96,7 +96,6 @@ def cases(
     rnd, b, eps = torch.Generator(device).manual_seed(0), dtype.itemsize, 1e-6
     def R(*s, grad=True): return torch.randn(*s, generator=rnd, device=device, dtype=torch.float32).to(dtype).requires_grad_(grad)
     want = lambda name: not only or name in only
-    both = lambda n, f, k: dict(forward=n*f*k, backward=n*k)
     def case(op, shape, ways, inputs, n, fwd, bwd, ops, outs): return Case(op, shape, ways, inputs, dict(forward=n*b*fwd, backward=n*b*bwd), dict(forward=n*ops[0], backward=n*ops[1]), outs)
     norm = lambda x, w: F.rms_norm(x, (x.shape[-1],), w, eps)
 
