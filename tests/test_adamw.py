@@ -7,7 +7,7 @@ from xtrain.checkpoint import load_checkpoint, save_checkpoint
 from xtrain.config import ModelConfig
 from xtrain.kernels import csrc_path, load_source
 from xtrain.model import TinyTransformer
-from xtrain.optim import AdamW, adamw_ref, clip_grads, grad_norm
+from xtrain.optim import AdamW, adamw_ref, clip_grads
 from xtrain.recipe import TrainConfig
 from xtrain.train import make_optimizer
 
