@@ -275,3 +275,20 @@ def test_bench_attention_refuses(args, why):
     from xtrain.cli import main
     p = CliRunner().invoke(main, ['bench', 'attention', *args])
     assert p.exit_code and why in p.output + str(p.exception) + p.stderr
+
+
+# --- its kernels -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('name,cap', [('flash_128', (9, 0)), ('flash_96', (8, 0)), ('flash_plain', (12, 0))])
+def test_kernels_compile_without_spills(name, cap):
+    "No warning, no register spilled, and no wgmma that the assembler makes wait for the one before (C7510 to C7514)"
+    import os, subprocess
+    import xtrain.kernels as k
+    from test_kernels import report
+    nvcc, why = k.find_nvcc(13)
+    if not nvcc: pytest.skip(why)
+    cmd = [c for c in k.command(k.gencode([cap], []))[0] if c != '-shared']
+    r = subprocess.run([*cmd, '-fatbin', '-Werror', 'all-warnings', '-Xptxas', '-v', f'-I{k.csrc_path()}', '-DXTRAIN_NS=xtrain_test', str(k.csrc_path()/f'{name}.cu'), '-o', os.devnull], capture_output=True, text=True)
+    out = r.stdout + r.stderr
+    assert r.returncode == 0 and 'C75' not in out, out[-2000:]
+    kernels = [x for ks in report(out).values() for x in ks]
+    assert len(kernels) >= 8 and not [x for x in kernels if x[2]], kernels
