@@ -149,7 +149,7 @@ template <class T, int DB, int R, bool KEYS> __global__ void __launch_bounds__(2
                 for (int c = 0; c < R; c++) {
                     const int row = r0 + ty + 16 * r, col = c0 + tx + 16 * c, i = KEYS ? col : row;
                     const bool in = col >= seen[r].lo && col < seen[r].hi;
-                    s[r][c] = in ? expf(s[r][c] * f.scale - lse[i]) : 0.f;
+                    s[r][c] = in ? expf(__fmul_rn(s[r][c], f.scale) - lse[i]) : 0.f;
                     dp[r][c] = in ? s[r][c] * (dp[r][c] - delta[i]) : 0.f;
                 }
             if (KEYS) {

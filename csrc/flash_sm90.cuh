@@ -452,13 +452,13 @@ template <class T, int D> bool backward_sm90_run(const Flash& f, float2* stats, 
     const int padded = padded_queries(f.T), lanes = pow2_at_least(ceil_div(f.D, 8));
     stats_kernel<T><<<ceil_div((int64_t)f.B * f.H * padded * lanes, 256), 256, 0, s>>>(f, stats, padded, lanes);
     constexpr int keys_bytes = (2 * 128 + 4 * 64) * D * 2 + 1024, queries_bytes = (2 * 128 + 4 * 128) * D * 2 + 1024;
-    const auto fit = [&](int64_t rows, int unit, int heads) { return (int)std::min<int64_t>(heads, std::max<int64_t>(1, (32 << 20) / (rows * D * 4)) * unit); };
+    const int fit = (int)std::min<int64_t>(f.B * f.H, std::max<int64_t>(1, (32 << 20) / ((int64_t)f.S * D * 4)) * f.group);
     auto* keys = backward_sm90<T, D, 64, true>;
     auto* queries = backward_sm90<T, D, 128, false>;
     allow_smem((const void*)keys, keys_bytes), allow_smem((const void*)queries, queries_bytes);
     const int sms = sm_count();
-    keys<<<std::min(sms, f.B * f.Hkv * tiles_of(f.S, 128)), 384, keys_bytes, s>>>(k[1], v[1], q[0], g[0], f, stats, padded, fit((int64_t)f.T * f.group, 1, f.B * f.Hkv));
-    queries<<<std::min(sms, f.B * f.H * tiles_of(f.T, 128)), 384, queries_bytes, s>>>(q[1], g[1], k[1], v[1], f, stats, padded, fit(f.S, f.group, f.B * f.H));
+    keys<<<std::min(sms, f.B * f.Hkv * tiles_of(f.S, 128)), 384, keys_bytes, s>>>(k[1], v[1], q[0], g[0], f, stats, padded, f.B * f.Hkv); // all heads at once: a head has too few tiles to share out
+    queries<<<std::min(sms, f.B * f.H * tiles_of(f.T, 128)), 384, queries_bytes, s>>>(q[1], g[1], k[1], v[1], f, stats, padded, fit);
     return true;
 }
 #endif
