@@ -295,11 +295,12 @@ def test_umask_077_then_a_second_user(shared, monkeypatch):
 
 
 @root_only
-def test_read_only_home(shared, monkeypatch):
-    "Falls back to the system's temporary folder"
+def test_read_only_home(shared, monkeypatch, capfd):
+    "Falls back to the system's temporary folder, and says so"
     (shared/'home').mkdir(); (shared/'home').chmod(0o555)
     monkeypatch.setenv('HOME', str(shared/'home'))
     assert Path(as_user(1001, compile_tiny)).parent == shared/'tmp'/'xtrain-1001'
+    assert f"xtrain: {shared/'home'}/.cache/xtrain cannot be used; compiled kernels are kept in {shared/'tmp'/'xtrain-1001'} (XTRAIN_CACHE chooses another place)\n" == capfd.readouterr().err
     shutil.rmtree(shared/'tmp'/'xtrain-1001'); (shared/'tmp').chmod(0o555)
     assert re.match(r'BuildError: no place for compiled kernels: .*home/.cache/xtrain, .*xtrain-1001 cannot be written .* set XTRAIN_CACHE', as_user(1001, compile_tiny))
 

@@ -235,9 +235,9 @@ def run(nbs, root, workers=2, timeout=300, flags='', slow=120, write=None):
         s,why = run_one(nb, root, timeout, flags, workers, prefix, write)
         secs[nb] = s
         print(f'  {"FAIL" if why else "ok  "} {_short(nb, root):34} {s:6.1f} s' + (f'  over {slow} s' if s > slow and not why else ''), flush=True)
-        if why: failed.append((nb, why))
+        if why: failed.append(nb); print(f'\n{_short(nb, root)}: {why}\n', flush=True)  # At once: the rest may never end
     with ThreadPoolExecutor(workers) as pool: list(pool.map(one, sorted(nbs, key=lambda n: n.stat().st_size) if gpu else reversed(nbs)))  # the later ones take longer: those first; on a GPU the small ones
-    for nb,why in failed: print(f'\n{_short(nb, root)}: {why}')
+    if failed: print('\nfailed: ' + ', '.join(sorted(_short(nb, root) for nb in failed)))
     print(f'\nnotebooks: {len(nbs)-len(failed)} passed, {len(failed)} failed; {sum(secs.values()):.0f} s of notebook time')
     return len(nbs)-len(failed), len(failed)
 

@@ -199,7 +199,9 @@ def command(
     return ([str(nvcc.path), *host, '-Xcompiler', '-fPIC', '-lineinfo', '--threads', '2', '-DUSE_CUDA', *arch, *common],
             [*(f'-L{d}' for d in nvcc.lib_dirs), f'-L{root}/lib', '-ltorch_cpu', *cuda, '-lc10'])
 
-# %% ../nbs/00_kernels.ipynb #9a19f04e
+# %% ../nbs/00_kernels.ipynb #9d32f3f5
+_warned = set() # What has been said
+
 def _libc(): return os.confstr('CS_GNU_LIBC_VERSION') if 'CS_GNU_LIBC_VERSION' in getattr(os, 'confstr_names', ()) else platform.platform()
 
 def _headers(code, folders):
@@ -234,6 +236,8 @@ def compile_source(
     key = hashlib.sha256('\0'.join([code, *_headers(code, folders), *cmd, *libs, *nvcc_env, *map(_version, {cmd[0], _cxx()[0]}), torch.__version__, platform.machine(), _libc()]).encode('utf-8', 'surrogateescape')).hexdigest()[:16]
     out = cache_dir()/f'{name}-{key}.so'
     if out.exists(): return out
+    if out.parent != (first := next(_places())).resolve() and first not in _warned:
+        _warned.add(first); sys.stderr.write(f'xtrain: {first} cannot be used; compiled kernels are kept in {out.parent} (XTRAIN_CACHE chooses another place)\n')
     def build(folder): # Works inside `folder`, with links to what lies elsewhere: nvcc passes its arguments through a shell
         origin = json.dumps('inline' if text else str(src), ensure_ascii=False) # What errors and profilers call the source
         (folder/f'{name}.cu').write_text(f'#line 1 {origin}\n{code}', encoding='utf-8', errors='surrogateescape')
@@ -345,11 +349,10 @@ def _plan():
     fit = sorted({card[i] for i in caps if i not in unfit})
     return Plan(tuple(gencode(sass, ptx)), f"{find_nvcc()[1]}, for {', '.join(fit)}", unfit)
 
-# %% ../nbs/00_kernels.ipynb #dcc05ea9
+# %% ../nbs/00_kernels.ipynb #79e32e43
 _mutex = threading.RLock()
 _loaded = {} # Name of a file -> (its namespace or None, why)
 _names = {} # `name device` -> name of the namespace or None
-_warned = set()
 
 def _fresh_mutex():
     global _mutex
