@@ -7,10 +7,7 @@
 
 #ifdef __CUDACC__
 constexpr int FWD_THREADS = 128, BWD_THREADS = 128;
-// The backward's copies of the rows under work and of those to come, 16 bytes each: those of one thread lie together, an odd
-// number of them, so that neighbouring threads are in different banks.
-constexpr int BWD_STAGES = 2;
-HD constexpr int bwd_slots(int nv, int r, int in) { return (BWD_STAGES * r * nv * in) | 1; }
+constexpr int BWD_STAGES = 2;                                     // rows on their way to a thread, the one it works on included
 
 // N gains, rounded to T
 template <class T, int N> __device__ __forceinline__ Vec<T, N> load_gain(const void* w, bool w_f32, int i) {
@@ -104,39 +101,40 @@ __global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS, 1) fwd_kernel(const 
 template <class T, int NV, int R, bool WIDE, bool ADD>
 __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ dsum, const void* __restrict__ w, bool w_f32,
                                                                         T* __restrict__ dx, float* __restrict__ dw_part, int64_t rows, int D, int tpr, float eps) {
-    constexpr int VEC = 16 / sizeof(T), IN = ADD ? 3 : 2;
+    constexpr int VEC = 16 / sizeof(T), IN = ADD ? 3 : 2, STAGES = BWD_STAGES;
     using V = Vec<T, VEC>;
     __shared__ float2 partial[2][16];
     extern __shared__ __align__(16) unsigned char dynamic[];
-    V* ring = reinterpret_cast<V*>(dynamic) + threadIdx.x * bwd_slots(NV, R, IN);      // this thread's, [BWD_STAGES][R][NV][IN] and one to spare
-    const int groups = WIDE ? 1 : BWD_THREADS / tpr, lane = WIDE ? threadIdx.x : threadIdx.x % tpr, group = WIDE ? 0 : threadIdx.x / tpr, warps = blockDim.x / 32;
-    const int64_t stride = gridDim.x * (int64_t)(groups * R), ahead = stride * D;
+    V* ring = reinterpret_cast<V*>(dynamic);                      // [STAGES][R][NV][IN][blockDim.x]
+    const int groups = WIDE ? 1 : blockDim.x / tpr, lane = WIDE ? threadIdx.x : threadIdx.x % tpr, group = WIDE ? 0 : threadIdx.x / tpr;
+    const int64_t stride = gridDim.x * (int64_t)(groups * R);
     float dw[NV][VEC] = {};
     V wv[NV];
 #pragma unroll
     for (int j = 0; j < NV; j++) if ((lane + j * tpr) * VEC < D) wv[j] = load_gain<T, VEC>(w, w_f32, (lane + j * tpr) * VEC);
-    auto fetch = [&](int64_t first, int64_t o, int stage) {       // rows first, first + groups, ...; the first begins at o
+    auto slot = [&](int stage, int k, int j, int which) { return ring + (((stage * R + k) * NV + j) * IN + which) * blockDim.x + threadIdx.x; };
+    auto fetch = [&](int64_t first, int stage) {
 #pragma unroll
         for (int k = 0; k < R; k++)
 #pragma unroll
             for (int j = 0; j < NV; j++) {
                 const int c = (lane + j * tpr) * VEC;
-                if (first + k * groups < rows && c < D) {
-                    V* to = ring + ((stage * R + k) * NV + j) * IN;
-                    const int64_t p = o + k * groups * (int64_t)D + c;
-                    copy_async(to, x + p);
-                    copy_async(to + 1, g + p);
-                    if (ADD) copy_async(to + 2, dsum + p);
+                const int64_t row = first + k * groups;
+                if (row < rows && c < D) {
+                    copy_async(slot(stage, k, j, 0), x + row * D + c);
+                    copy_async(slot(stage, k, j, 1), g + row * D + c);
+                    if (ADD) copy_async(slot(stage, k, j, 2), dsum + row * D + c);
                 }
             }
         copy_commit();
     };
-    int64_t first = blockIdx.x * (int64_t)(groups * R) + group, o = first * D;
-    fetch(first, o, 0);
-    int stage = 0;
-    for (int64_t base = blockIdx.x * (int64_t)(groups * R); base < rows; base += stride, first += stride, o += ahead, stage ^= 1) {
-        fetch(first + stride, o + ahead, stage ^ 1);
-        copy_wait<1>();
+    int64_t first = blockIdx.x * (int64_t)(groups * R) + group;
+#pragma unroll
+    for (int k = 0; k < STAGES - 1; k++) fetch(first + k * stride, k);
+    int stage = 0, turn = 0;
+    for (int64_t base = blockIdx.x * (int64_t)(groups * R); base < rows; base += stride, first += stride, turn ^= 1) {
+        fetch(first + (STAGES - 1) * stride, stage == 0 ? STAGES - 1 : stage - 1);
+        copy_wait<STAGES - 1>();
         V xc[R][NV], gc[R][NV];
         float sums[2 * R] = {};                                   // x^2 and g*w*x of each row
 #pragma unroll
@@ -144,18 +142,16 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
 #pragma unroll
             for (int j = 0; j < NV; j++)
                 if (first + k * groups < rows && (lane + j * tpr) * VEC < D) {
-                    const V* from = ring + ((stage * R + k) * NV + j) * IN;
-                    xc[k][j] = from[0]; gc[k][j] = from[1];
+                    xc[k][j] = *slot(stage, k, j, 0); gc[k][j] = *slot(stage, k, j, 1);
 #pragma unroll
                     for (int i = 0; i < VEC; i++) sums[2 * k] += xc[k][j][i] * xc[k][j][i], sums[2 * k + 1] += gc[k][j][i] * wv[j][i] * xc[k][j][i];
                 }
         lane_sums(sums, WIDE ? 32 : tpr);
         if (WIDE) {
-            if (threadIdx.x % 32 == 0) partial[stage][threadIdx.x / 32] = {sums[0], sums[1]};
+            if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = {sums[0], sums[1]};
             __syncthreads();
             sums[0] = sums[1] = 0.f;
-#pragma unroll
-            for (int k = 0; k < 16; k++) if (k < warps) { const float2 s = partial[stage][k]; sums[0] += s.x; sums[1] += s.y; }
+            for (int k = 0; k < blockDim.x / 32; k++) sums[0] += partial[turn][k].x, sums[1] += partial[turn][k].y;
         }
 #pragma unroll
         for (int k = 0; k < R; k++) {
@@ -165,7 +161,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
                 const int c = (lane + j * tpr) * VEC;
                 if (first + k * groups < rows && c < D) {
                     V d;
-                    if (ADD) d = ring[((stage * R + k) * NV + j) * IN + 2];
+                    if (ADD) d = *slot(stage, k, j, 2);
                     xc[k][j].repack(); gc[k][j].repack();
 #pragma unroll
                     for (int i = 0; i < VEC; i++) {
@@ -173,10 +169,11 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
                         dw[j][i] += gc[k][j][i] * (xc[k][j][i] * r);
                         d.set(i, ADD ? d[i] + t : t);
                     }
-                    d.store_once(dx + o + k * groups * (int64_t)D + c);
+                    d.store_once(dx + (first + k * groups) * D + c);
                 }
             }
         }
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     // the block's share of dw; with several rows a block, its groups one after the other
     copy_wait<0>();
@@ -308,7 +305,7 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
         } else {
             auto launch = [&](auto kernel, int R) {
                 const int threads = p.wide ? p.tpr : BWD_THREADS, groups = threads / p.tpr;
-                int smem = bwd_slots(p.nv, R, ADD ? 3 : 2) * threads * 16;
+                int smem = BWD_STAGES * R * p.nv * (ADD ? 3 : 2) * threads * 16;
                 if (!p.wide && smem < groups * D * 4) smem = groups * D * 4;
                 if (smem > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
                 const int64_t want = (int64_t)sm_count() * (512 / threads), have = ceil_div(rows, groups * R);
