@@ -650,3 +650,10 @@ def test_backend_builds_all_and_tells_exceptions(machine, monkeypatch):
     assert choice == 'cuda' and why.startswith(f'nvcc 13.0 at {nvcc}, for card 0 (sm_90); torch\'s own for wrong: wrong: ') and 'wrong.cu:1' in why and '\n' not in why and builds(machine) == 3
     assert k.kernels('swiglu', 0) is not None
     with pytest.warns(UserWarning, match='wrong.cu:1'): assert k.kernels('wrong', 0) is None
+
+
+def test_the_same_source_from_two_caches(tmp_path, monkeypatch):
+    "Another cache folder gives another file with the same ops; a process takes the first"
+    a = k.load_source(k.csrc_path()/'repeat_kv.cu', gpu=False)
+    monkeypatch.setenv('XTRAIN_CACHE', str(tmp_path))
+    assert k.load_source(k.csrc_path()/'repeat_kv.cu', gpu=False) is a and list(tmp_path.glob('repeat_kv-*.so'))

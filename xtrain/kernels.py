@@ -252,12 +252,17 @@ def compile_source(
     return _once(out, build)
 
 # %% ../nbs/00_kernels.ipynb #4998c0c9
+_libraries = set() # Keys of the libraries in this process
+
 def load_source(src, **kw):
     "Compile `src` (see `compile_source`) and return the namespace that holds its ops"
     so = compile_source(src, **kw)
-    try: torch.ops.load_library(str(so))
+    key = so.stem.rsplit('-', 1)[1]
+    try:
+        if key not in _libraries: torch.ops.load_library(str(so)) # The same code from another cache would define the same ops again, and torch aborts
     except OSError as e: raise BuildError(f'{so} cannot be loaded ({e}); remove it, or set XTRAIN_CACHE to a folder from which programs may run') from None
-    return getattr(torch.ops, f"xtrain_{so.stem.rsplit('-', 1)[1]}")
+    _libraries.add(key)
+    return getattr(torch.ops, f'xtrain_{key}')
 
 # %% ../nbs/00_kernels.ipynb #08ced55b
 _told = {} # Qualified name of an op -> (fake, setup, backward)
