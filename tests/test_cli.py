@@ -328,6 +328,10 @@ def _best(*cmd, n=4):
 def test_help_is_quick(): assert _best('-c', CODE, '--help') < .5
 def test_import_is_quick(): assert _best('-c', 'import xtrain') < 2
 
+def test_commands_do_not_import_the_compiler():
+    "torch._dynamo costs every command 1.6 s"
+    subprocess.run([sys.executable, '-c', 'import sys, xtrain.train, xtrain.generate, xtrain.verify, xtrain.hf, xtrain.optim; sys.exit("torch._dynamo" in sys.modules)'], check=True)
+
 @pytest.mark.parametrize('args', [['--help'], ['--version'], ['train', '--help'], ['verify', '--help'], ['generate', '--temperature', 'x']], ids=' '.join)
 def test_no_heavy_imports(args):
     code = f'''import sys

@@ -373,7 +373,6 @@ def _load(name):
             except (BuildError, OSError) as e: _loaded[name] = None, str(e)
         return _loaded[name]
 
-@torch.compiler.assume_constant_result
 def _namespace(key):
     "Name of the namespace for `name device`, or None; says once why not"
     if key not in _names:
@@ -387,6 +386,7 @@ def _namespace(key):
             warnings.warn(f"torch's own ops run instead of xtrain's kernels: {why}", stacklevel=2)
         _names[key] = ns and ns.name
     return _names[key]
+_namespace._dynamo_marked_constant = True # torch.compiler.assume_constant_result, without importing the compiler with every command (1.6 s)
 
 # %% ../nbs/00_kernels.ipynb #e40a9c23
 def kernels(
