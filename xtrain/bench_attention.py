@@ -9,7 +9,7 @@ __all__ = ['SHAPES', 'LENGTHS', 'SMALL', 'deterministic', 'peers', 'measure_atte
 # %% ../nbs/40_bench_attention.ipynb #ecab9c87
 import contextlib, importlib
 import torch, torch.nn.functional as F
-from .bench import ceilings, machine, median_ms
+from .bench import ceilings, machine, median_ms, peak_bytes
 from .config import UserError
 from .ops.attention import attention
 from .ops.flash_attention import flash_attention
@@ -81,10 +81,7 @@ def measure_attention(
                 row |= dict(forward_ms=(a := median_ms(lambda: f(*x), device, seconds)), backward_ms=(b := median_ms(grads, device, seconds)), forward=flop/a*1e3, backward=2.5*flop/b*1e3,
                             same_bits=all(torch.equal(s, t) for _ in range(3) for s, t in zip(first, grads())))
                 o = first = None
-                if device.type == 'cuda':
-                    torch.cuda.synchronize(device); start = torch.cuda.memory_allocated(device); torch.cuda.reset_peak_memory_stats(device)
-                    torch.autograd.grad(f(*x), x, do)
-                    row['peak'] = torch.cuda.max_memory_allocated(device)-start
+                if device.type == 'cuda': row['peak'] = peak_bytes(lambda: torch.autograd.grad(f(*x), x, do), device)
         except Exception as e: row['error'] = ' '.join(str(e).split())[:120] or type(e).__name__
         rows.append(row)
     return rows

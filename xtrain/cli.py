@@ -396,6 +396,10 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, picture, as_json):
     ctx.exit(0 if r.ok else 1)
 
 # %% ../nbs/41_cli.ipynb #51a4f988
+def _check_picture(picture):
+    from pathlib import Path
+    if picture and not Path(picture).resolve().parent.is_dir(): raise UserError(f'--picture {picture}: there is no directory {Path(picture).parent}')
+
 @main.group('bench')
 def _bench():
     """Measure xtrain on this machine, beside others.
@@ -422,9 +426,8 @@ def _bench_ops(ops, size, dtype, device, picture, as_json):
       xtrain bench ops --op rms_norm --op swiglu --json
     """
     import torch
-    from pathlib import Path
     from xtrain import bench
-    if picture and not Path(picture).resolve().parent.is_dir(): raise UserError(f'--picture {picture}: there is no directory {Path(picture).parent}')
+    _check_picture(picture)
     r = bench.bench_ops(ops, size, dtype and getattr(torch, dtype), _device(device), _status)
     _status('')
     if as_json: _print_json(r)
@@ -448,9 +451,8 @@ def _bench_attention(shapes, lengths, device, picture, as_json):
       xtrain bench attention
       xtrain bench attention --shape 2,8192,16,8,128 --json
     """
-    from pathlib import Path
     from xtrain import bench_attention as bench
-    if picture and not Path(picture).resolve().parent.is_dir(): raise UserError(f'--picture {picture}: there is no directory {Path(picture).parent}')
+    _check_picture(picture)
     try: shapes = [tuple(int(n) for n in s.split(',')) for s in shapes]
     except ValueError: raise UserError('--shape takes whole numbers with commas between, such as 2,8192,16,8,128') from None
     r = bench.bench_attention(shapes, lengths, _device(device), say=_status)

@@ -281,7 +281,7 @@ def register(
     if op.default._schema.is_mutable: return # Works in place, outside autograd
     def keep(ctx, inputs, output): return (_told[name][1] or (lambda *a: None))(ctx, inputs, output)
     def back(ctx, *grads):
-        if _told[name][2] is None: raise RuntimeError(f'{name.split("::")[1]} has no gradient: a backward cannot be differentiated again')
+        if _told[name][2] is None: raise RuntimeError(f'{name.split("::")[1]} has no gradient: a backward cannot be differentiated again (once_differentiable)')
         return _told[name][2](ctx, *grads)
     torch.library.register_autograd(name, back, setup_context=keep)
 
@@ -341,7 +341,7 @@ def _plan():
     card = {i: f'{torch.cuda.get_device_name(i)} ({sm(c)})' for i,c in caps.items()}
     unfit = {i: f'{card[i]} is older than {sm(OLDEST)}, the oldest that the kernels support' for i,c in caps.items() if c < OLDEST}
     if len(unfit) == n: return no(unfit[0])
-    nvcc, _ = find_nvcc()
+    nvcc, found = find_nvcc()
     known = [(int(a), int(b)) for a,b in re.findall(r'compute_(\d+)(\d)\b', _version(str(nvcc.path), '--list-gpu-arch'))] if nvcc else ()
     try: sass, ptx = targets([c for c in caps.values() if c >= OLDEST], listed, known)
     except ValueError as e: return no(str(e))
@@ -352,7 +352,7 @@ def _plan():
     try: command(gencode(sass, ptx))
     except BuildError as e: return no(str(e))
     fit = sorted({card[i] for i in caps if i not in unfit})
-    return Plan(tuple(gencode(sass, ptx)), f"{find_nvcc()[1]}, for {', '.join(fit)}", unfit)
+    return Plan(tuple(gencode(sass, ptx)), f"{found}, for {', '.join(fit)}", unfit)
 
 # %% ../nbs/00_kernels.ipynb #79e32e43
 _mutex = threading.RLock()

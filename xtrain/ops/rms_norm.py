@@ -112,8 +112,6 @@ def add_rms_norm(
     return rms_norm(h, w, eps), h
 
 # %% ../../nbs/02_rms_norm.ipynb #33d42fb0
-def _no_second(ctx, *grads): raise RuntimeError('this gradient is once_differentiable: it has no gradient of its own')
-
 @defines('rms_norm')
 def _describe(ns):
     "Shapes and gradients of the kernels in the namespace `ns`"
@@ -133,5 +131,5 @@ def _describe(ns):
         return dh, dh, dw, None
     register(ns.rms_norm, lambda x, w, eps: like(x), keep, back)
     register(ns.add_rms_norm, lambda x, res, w, eps: (like(x), like(x)), keep_sum, back_sum)
-    register(ns.rms_norm_backward, lambda g, x, w, eps: (like(x), like(w)), lambda *_: None, _no_second)
-    register(ns.add_rms_norm_backward, lambda g, gh, h, w, eps: (like(h), like(w)), lambda *_: None, _no_second)
+    register(ns.rms_norm_backward, lambda g, x, w, eps: (like(x), like(w)))
+    register(ns.add_rms_norm_backward, lambda g, gh, h, w, eps: (like(h), like(w)))

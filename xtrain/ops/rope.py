@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from ..kernels import cuda_ops, defines, register
 from .contract import check
-from .rms_norm import rms_norm, rms_norm_grad, rms_norm_ref, _no_second
+from .rms_norm import rms_norm, rms_norm_grad, rms_norm_ref
 
 # %% ../../nbs/03_rope.ipynb #e06d8142
 def rope_tables(
@@ -160,4 +160,4 @@ def _describe(ns):
     register(ns.rope, lambda x, cos, sin: torch.empty_like(dense(x)), keep, lambda ctx, g: (ns.rope_backward(g, *ctx.saved_tensors), None, None))
     register(ns.rope_backward, lambda g, cos, sin: torch.empty_like(dense(g)), keep, lambda ctx, g: (ns.rope(g, *ctx.saved_tensors), None, None))
     register(ns.qk_norm_rope, lambda x, w, cos, sin, eps: x.new_empty(x.shape).transpose(1, 2), keep_all, lambda ctx, g: (*ns.qk_norm_rope_backward(g, *ctx.saved_tensors, ctx.eps), None, None, None))
-    register(ns.qk_norm_rope_backward, lambda g, x, w, cos, sin, eps: (x.new_empty(x.shape), torch.empty_like(w.contiguous())), lambda *_: None, _no_second)
+    register(ns.qk_norm_rope_backward, lambda g, x, w, cos, sin, eps: (x.new_empty(x.shape), torch.empty_like(w.contiguous())))
