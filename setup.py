@@ -20,7 +20,7 @@ setup(
     long_description_content_type='text/markdown',
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Developers', 'Natural Language :: English',
                  *(f'Programming Language :: Python :: {v}' for v in pythons)],
-    install_requires=words('requirements'), extras_require={k: words(f'{k}_requirements') for k in ('dev', 'hf', 'verify', 'cuda')},
+    install_requires=words('requirements'), extras_require={k.removesuffix('_requirements'): words(k) for k in cfg if k.endswith('_requirements')},
     entry_points={'console_scripts': words('console_scripts'), 'nbdev': [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},
     **optional,
 )

@@ -75,7 +75,9 @@ def test_address_is_used_when_there_is_one(tmp_path):
 def test_requirements_are_those_of_settings(built):
     from shlex import split
     have, s = Metadata.from_email(metadata(built[0])).requires_dist, settings()
-    for key,extra in dict(requirements=None, dev_requirements='dev', hf_requirements='hf', verify_requirements='verify', cuda_requirements='cuda').items():
+    extras = {k: k.removesuffix('_requirements') for k in s if k.endswith('_requirements')}
+    assert {'dev', 'hf', 'verify', 'cuda', 'gguf', 'llamacpp'} <= set(extras.values())
+    for key,extra in dict(extras, requirements=None).items():
         want = {canonicalize_name(Requirement(r).name) for r in split(s[key])}
         assert want == {canonicalize_name(r.name) for r in have if (r.marker is None) == (extra is None) and (not extra or r.marker.evaluate({'extra': extra}))}
 
@@ -86,7 +88,7 @@ def test_constraints_pin_what_we_ask_for():
     pins = dict(re.findall(r'^([\w.-]+)==(\S+)$', (ROOT/'constraints.txt').read_text(), flags=re.M))
     pins = {canonicalize_name(k): v for k,v in pins.items()}
     assert {k for k in pins if k.startswith(('nvidia', 'cuda', 'triton'))} == {canonicalize_name(Requirement(r).name) for r in split(settings()['cuda_requirements'])} and all('+' not in v for v in pins.values())
-    for key in ('requirements', 'dev_requirements', 'hf_requirements', 'verify_requirements', 'cuda_requirements'):
+    for key in [k for k in settings() if k.endswith('requirements')]:
         for r in map(Requirement, split(settings()[key])):
             assert r.specifier.contains(pins[canonicalize_name(r.name)]), r
     here = {canonicalize_name(d.name): d.version.split('+')[0] for d in md.distributions()}
