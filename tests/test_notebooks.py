@@ -283,6 +283,13 @@ def test_flags_choose_cells(tmp_path):
     assert 'on the GPU' in runner.run_one(p/'nbs'/'gpu.ipynb', p, timeout=60, flags='cuda')[1]
 
 
+def test_gpus_are_shared_out(monkeypatch):
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    assert runner.pinned(3, 1) == {} and [runner.pinned(i, 2)['CUDA_VISIBLE_DEVICES'] for i in range(4)] == ['0', '1', '0', '1']
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '5,3')
+    assert [runner.pinned(i, 2)['CUDA_VISIBLE_DEVICES'] for i in range(3)] == ['5', '3', '5']
+
+
 def test_outputs_of_gpu_cells_are_kept(tmp_path):
     "Only these cells' outputs change, not a byte beside them; a warning and the copy's address are left out"
     p = project(tmp_path, plain=['1'], gpu=['x = 20', '#| cuda\nimport sys, os\nprint("beside", os.getcwd()); print("hush", file=sys.stderr)\n2*x+2', 'print("other")'])

@@ -175,7 +175,7 @@ def test(args):
 
 PROBE = """import importlib.util as u, json, torch
 ok = torch.cuda.is_available()
-need = [p for p in 'numpy safetensors tokenizers click tqdm tabulate matplotlib pyarrow pytest'.split() if not u.find_spec(p)]
+need = [p for p in 'numpy safetensors tokenizers click tqdm tabulate matplotlib pyarrow jinja2 pytest'.split() if not u.find_spec(p)]
 cap = torch.cuda.get_device_capability() if ok else ()
 print(json.dumps(dict(torch=torch.__version__, cuda=torch.version.cuda, gpu=torch.cuda.get_device_name() if ok else None, n=torch.cuda.device_count(), sm='sm_%d%d' % cap if ok else None, need=need,
     xdist=bool(u.find_spec('xdist')), gb=torch.cuda.mem_get_info()[0]//2**30 if ok else 0, nbdev=bool(u.find_spec('nbdev') and u.find_spec('execnb') and u.find_spec('fastcore')))))"""
@@ -214,7 +214,7 @@ def gpu(args):
     shutil.rmtree(str(tmp), ignore_errors=True); tmp.mkdir(parents=True)
     run([py, '-c', 'from xtrain.kernels import backend, csrc_path; print("kernels: %s (%s)" % backend(*sorted(p.stem for p in csrc_path().glob("*.cu"))))'], 'build the kernels', check=False, **env)
     # As many processes as have a few cores and enough of the card's memory each; tests of more than 2^31 elements take up to 20 GB
-    procs = max(1, min(6, (os.cpu_count() or 1)//2, info['gb']//20)) if info['xdist'] else 1
+    procs = max(1, min(6*info['n'], (os.cpu_count() or 1)//2, info['n']*(info['gb']//20))) if info['xdist'] else 1
     only = args.only.split(',') if args.only else ['pytest', 'notebooks']
     n = passed = failed = skipped = 0
     if 'pytest' in only:
@@ -228,7 +228,7 @@ def gpu(args):
         bad.append('notebooks: not run, %s has no nbdev. Install it: pip install -c constraints.txt nbdev execnb fastcore ghapi fastgit psutil; without a network: '
                    'python tools/make.py wheels DIR elsewhere, then make gpu WHEELS=DIR' % shown([py]))
     elif 'notebooks' in only:
-        cmd = [py, 'tools/notebooks.py', 'run', '--gpu', '--timeout', '600', '--workers', '4' if procs > 3 else '1', '--counts', tmp/'run'] + (['--write', args.write] if args.write else [])
+        cmd = [py, 'tools/notebooks.py', 'run', '--gpu', '--timeout', '600', '--gpus', info['n'], '--workers', 4*info['n'] if procs > 3 else 1, '--counts', tmp/'run'] + (['--write', args.write] if args.write else [])
         if run(cmd, 'notebooks with GPU cells', check=False, **env): bad.append('notebooks')
         if (tmp/'run').exists(): n, f = map(int, (tmp/'run').read_text().split()); failed += f
     print('\nTime:'); print_times()

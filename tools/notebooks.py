@@ -1,8 +1,8 @@
 """Check and run the notebooks: `python tools/notebooks.py check | fresh | run`
 
 On a machine with a GPU, `run --gpu` runs those that have `#| cuda` cells, these cells included, and never two such cells
-at a time, so that what one measures is its own; with `--write DIR` it also saves the notebooks there, cell by cell, with
-what those cells put out and every other byte as it was (of one that fails, up to the failure).
+at a time on a GPU, so that what one measures is its own; with `--write DIR` it also saves the notebooks there, cell by
+cell, with what those cells put out and every other byte as it was (of one that fails, up to the failure).
 
 nbdev runs and exports them. What this adds is what nbdev leaves open: a notebook that is not valid JSON is named;
 each runs alone, in its own copy of the checkout, so a file it leaves behind is found and named; one whose process is
@@ -137,7 +137,14 @@ def no_network():
     return cmd if ok else []
 
 
-def run_one(nb, root, timeout=300, flags='', workers=1, prefix=(), write=None):
+def pinned(i, gpus):
+    "Environment of the `i`-th process when there are `gpus` GPUs: one of them"
+    if gpus < 2: return {}
+    ids = [d for d in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if d] or list(map(str, range(gpus)))
+    return dict(CUDA_VISIBLE_DEVICES=ids[i%gpus], XTRAIN_TEST_GPU=ids[i%gpus])
+
+
+def run_one(nb, root, timeout=300, flags='', workers=1, prefix=(), write=None, env={}):
     "Run one notebook alone in a copy of the checkout; `(seconds, why it failed or None)`"
     name = _short(nb, root)
     with tempfile.TemporaryDirectory(prefix='xtrain-nb-') as tmp:
@@ -146,7 +153,7 @@ def run_one(nb, root, timeout=300, flags='', workers=1, prefix=(), write=None):
         before, start = snapshot(copy), time.time()
         with open(tmp/'log', 'w+b') as log:
             p = subprocess.Popen([*prefix, sys.executable, str(HERE), '_child', str(copy/name), str(tmp/'cell'), flags, str(Path(write)/Path(nb).name) if write else '', str(tmp)], cwd=copy,
-                                 env=unfriendly(tmp, workers), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                                 env=unfriendly(tmp, workers) | env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             try: code = p.wait(timeout)
             except subprocess.TimeoutExpired: code = None
             finally:
@@ -185,9 +192,9 @@ def with_outputs(nb, outputs, private=()):
 
 @contextlib.contextmanager
 def gpu_to_itself():
-    "One `#| cuda` cell at a time on this machine, whichever process it is in"
+    "One `#| cuda` cell at a time on a GPU, whichever process it is in"
     import fcntl
-    with open(Path(tempfile.gettempdir())/f'xtrain-gpu-{os.getuid()}.lock', 'w') as f:
+    with open(Path(tempfile.gettempdir())/f'xtrain-gpu{os.environ.get("XTRAIN_TEST_GPU", "")}-{os.getuid()}.lock', 'w') as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
@@ -224,19 +231,20 @@ def child(nb, cell_file, flags, write='', private=''):
     os._exit(0 if ok else 1)  # a thread a notebook left running must not keep the process
 
 
-def run(nbs, root, workers=2, timeout=300, flags='', slow=120, write=None):
+def run(nbs, root, workers=2, timeout=300, flags='', slow=120, write=None, gpus=1):
     "Run every notebook; how many passed and failed"
     gpu = 'cuda' in flags.split()
     prefix, failed, secs = [] if gpu else no_network(), [], {}
     if gpu: os.environ.setdefault('XTRAIN_CACHE', os.path.join(os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache'), 'xtrain'))  # the notebooks have no home, and need not build again
     print(f'{len(nbs)} notebooks, {workers} at a time, each alone in a fresh copy; C locale, no home folder, '
           f'{"no network" if prefix else "network left as it is"}', flush=True)
-    def one(nb):
-        s,why = run_one(nb, root, timeout, flags, workers, prefix, write)
+    def one(job):
+        i,nb = job
+        s,why = run_one(nb, root, timeout, flags, workers, prefix, write, pinned(i, gpus))
         secs[nb] = s
         print(f'  {"FAIL" if why else "ok  "} {_short(nb, root):34} {s:6.1f} s' + (f'  over {slow} s' if s > slow and not why else ''), flush=True)
         if why: failed.append(nb); print(f'\n{_short(nb, root)}: {why}\n', flush=True)  # At once: the rest may never end
-    with ThreadPoolExecutor(workers) as pool: list(pool.map(one, sorted(nbs, key=lambda n: n.stat().st_size) if gpu else reversed(nbs)))  # the later ones take longer: those first; on a GPU the small ones
+    with ThreadPoolExecutor(workers) as pool: list(pool.map(one, enumerate(sorted(nbs, key=lambda n: n.stat().st_size) if gpu else reversed(nbs))))  # the later ones take longer: those first; on a GPU the small ones
     if failed: print('\nfailed: ' + ', '.join(sorted(_short(nb, root) for nb in failed)))
     print(f'\nnotebooks: {len(nbs)-len(failed)} passed, {len(failed)} failed; {sum(secs.values()):.0f} s of notebook time')
     return len(nbs)-len(failed), len(failed)
@@ -250,7 +258,8 @@ def main(argv=None):
     p.add_argument('--workers', type=int, default=2, help='notebooks at a time')
     p.add_argument('--timeout', type=float, default=300, help='seconds one notebook may take')
     p.add_argument('--flags', default='', help='run cells with these flags too, such as "cuda"')
-    p.add_argument('--gpu', action='store_true', help='only notebooks with `#| cuda` cells, these cells too, never two of them at a time')
+    p.add_argument('--gpu', action='store_true', help='only notebooks with `#| cuda` cells, these cells too, never two of them at a time on a GPU')
+    p.add_argument('--gpus', type=int, default=1, help='with --gpu: spread the notebooks over so many GPUs')
     p.add_argument('--write', type=Path, metavar='DIR', help='save notebooks there with new outputs of their `#| cuda` cells')
     p.add_argument('--counts', type=Path, help='write "passed failed" to this file')
     a = p.parse_args(argv)
@@ -266,7 +275,7 @@ def main(argv=None):
         bad = stale(a.root)
         print('\n'.join(bad) or f'{len(nbs)} notebooks are clean and the modules are what they export')
         passed, failed = passed+1-bool(bad), failed+bool(bad)
-    if a.command == 'run' and not failed: passed,failed = run(nbs, a.root, a.workers, a.timeout, a.flags, write=a.write and a.write.resolve())
+    if a.command == 'run' and not failed: passed,failed = run(nbs, a.root, a.workers, a.timeout, a.flags, write=a.write and a.write.resolve(), gpus=a.gpus)
     if a.counts: a.counts.write_text(f'{passed} {failed}')
     sys.exit(bool(failed))
 

@@ -10,9 +10,9 @@ import importlib.metadata, importlib.util, os, platform, shutil
 from pathlib import Path
 from . import __version__
 
-# %% ../nbs/40_doctor.ipynb #79842783
-NEEDED = ('torch', 'numpy', 'safetensors', 'tokenizers', 'click', 'tqdm', 'tabulate', 'matplotlib', 'pyarrow')
-EXTRAS = {'transformers': ('verify', 'the engine that xtrain verify compares with'), 'datasets': ('hf', '--data hf:NAME'), 'nvidia-cuda-nvcc': ('cuda', 'the compiler of the kernels, where no CUDA toolkit is installed')}
+# %% ../nbs/40_doctor.ipynb #b3a288b0
+NEEDED = ('torch', 'numpy', 'safetensors', 'tokenizers', 'click', 'tqdm', 'tabulate', 'matplotlib', 'pyarrow', 'jinja2')
+EXTRAS = {'transformers': ('verify', 'the engine that xtrain verify compares with'), 'gguf': ('gguf', 'export to GGUF'), 'xllamacpp': ('llamacpp', 'llama.cpp, another engine for xtrain verify'), 'datasets': ('hf', '--data hf:NAME'), 'nvidia-cuda-nvcc': ('cuda', 'the compiler of the kernels, where no CUDA toolkit is installed')}
 
 def version_of(
     package:str, # Name on PyPI

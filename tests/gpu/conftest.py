@@ -1,6 +1,13 @@
 "Tests that need a GPU: without one each is skipped, with a reason. `make gpu` runs them where there is one."
+import os, re
 import pytest, torch
 from xtrain.kernels import backend, no_gpu
+
+# Where there are several GPUs each process begins with another one, and still sees all: CUDA reads this when it is first asked
+if (w := os.environ.get('PYTEST_XDIST_WORKER')) and (n := torch.cuda.device_count()) > 1:
+    ids = [d for d in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if d] or list(map(str, range(n)))
+    i = int(re.sub(r'\D', '', w))%n
+    os.environ['CUDA_VISIBLE_DEVICES'] = ','.join(ids[i:]+ids[:i])
 
 WHY = no_gpu()
 
