@@ -73,12 +73,55 @@ def test_kv_bytes(): assert ModelConfig(151936, 1024, 28, 16, 8, 128, 3072).kv_b
     (dict(dim=0), 'dim must be a positive integer, got 0'), (dict(n_layers=-1), 'n_layers'), (dict(vocab_size='101'), "vocab_size must be a positive integer, got '101'"),
     (dict(ffn_dim=96.), 'ffn_dim'), (dict(n_kv_heads=True), 'n_kv_heads'), (dict(max_seq_len=None), 'max_seq_len'), (dict(rope_theta=0), 'rope_theta'),
     (dict(rope_theta='1e4'), 'rope_theta'), (dict(eps=float('nan')), 'eps'), (dict(eps=float('inf')), 'eps'), (dict(rope_theta=10**400), 'rope_theta'), (dict(eps=True), 'eps'),
-    (dict(tied=1), 'tied'), (dict(tied=None), 'tied'), (dict(hidden_size=48), 'unknown hidden_size')])
+    (dict(tied=1), 'tied'), (dict(tied=None), 'tied'), (dict(qk_norm=1), 'qk_norm must be true or false, got 1'), (dict(qkv_bias='no'), 'qkv_bias'), (dict(qkv_bias=True), 'Qwen3 has the norms, Qwen2 the biases'), (dict(hidden_size=48), 'unknown hidden_size')])
 def test_bad_config(change, says):
     with pytest.raises(UserError, match=says) as e: ModelConfig.from_dict(CFG.to_dict() | change)
     assert '\n' not in str(e.value)
 
-@pytest.mark.parametrize('field', list(CFG.to_dict()))
+@pytest.mark.parametrize('switches, block, more', [
+    (dict(), 'attn_norm wq wk wv q_norm k_norm wo ffn_norm w_gate w_up w_down', 2*16), (dict(qk_norm=False), 'attn_norm wq wk wv wo ffn_norm w_gate w_up w_down', 0),
+    (dict(qk_norm=False, qkv_bias=True), 'attn_norm wq wk wv bq bk bv wo ffn_norm w_gate w_up w_down', (6+2*2)*16)])
+@pytest.mark.parametrize('tied', [False, True])
+def test_switches(switches, block, more, tied):
+    "Qwen3, Llama, Qwen2"
+    c = replace(CFG, tied=tied, **switches)
+    m = TinyTransformer(c, seed=0)
+    assert [n.removeprefix('blocks.1.') for n in m.params() if n.startswith('blocks.1.')] == block.split()
+    assert m.num_params() == c.num_params() == sum(math.prod(s) for s in c.shapes().values()) and c.num_params() - replace(c, qk_norm=False, qkv_bias=False).num_params() == 2*more
+    assert {n: tuple(p.shape) for n,p in m.params().items()} == c.shapes() and ModelConfig.from_dict(json.loads(json.dumps(c.to_dict()))) == c
+    assert all(bool((p == (0 if n[-2:] in ('bq','bk','bv') else 1)).all()) for n,p in m.params().items() if p.ndim == 1)
+    same = TinyTransformer(replace(CFG, tied=tied), seed=0).params()   # The switches draw no numbers: every matrix is the one that it would be without them
+    assert all(torch.equal(p, same[n]) for n,p in m.params().items() if p.ndim == 2)
+
+def test_a_config_from_before_the_switches_is_qwen3():
+    d = CFG.to_dict(); del d['qk_norm'], d['qkv_bias']
+    assert ModelConfig.from_dict(d) == CFG and CFG.qk_norm and not CFG.qkv_bias
+    assert ModelConfig.from_dict(d | dict(qk_norm=False)) == replace(CFG, qk_norm=False)
+
+@pytest.mark.parametrize('path', ['composed', 'sdpa'])
+@pytest.mark.parametrize('switches', [dict(qk_norm=False), dict(qk_norm=False, qkv_bias=True)])
+def test_switches_train_cache_and_recompute(switches, path):
+    "Every tensor has a gradient, recomputing changes no bit, a cache changes nothing, and each bias is used"
+    m, ids = noisy(replace(CFG, **switches), attention=path), tokens(3, 20)
+    with torch.no_grad():
+        for n,p in m.params().items():
+            if n[-2:] in ('bq','bk','bv'): p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
+    m.loss(ids, ids).backward()
+    g = {n: p.grad.clone() for n,p in m.params().items()}
+    assert all(t.isfinite().all() and t.abs().max() > 0 for t in g.values())
+    m.zero_grad(); m.recompute = True; m.loss(ids, ids).backward()
+    assert all(torch.equal(p.grad, g[n]) for n,p in m.params().items())
+    m.recompute = False
+    with torch.no_grad():
+        cache, want = ConcatCache(), m(ids)
+        got = torch.cat([m(ids[:, a:b], cache) for a,b in ((0, 7), (7, 8), (8, 20))], 1)
+        assert torch.allclose(got, want, atol=1e-5)
+        for name in ('bq', 'bk', 'bv') if m.cfg.qkv_bias else ():
+            p = m.params()['blocks.1.'+name]
+            p.add_(1.); assert not torch.allclose(m(ids), want, atol=1e-3), name
+            p.sub_(1.)
+
+@pytest.mark.parametrize('field', [f for f in CFG.to_dict() if f not in ('qk_norm', 'qkv_bias')])
 def test_missing_key(field):
     with pytest.raises(UserError, match=f'{field} missing'): ModelConfig.from_dict({k:v for k,v in CFG.to_dict().items() if k != field})
 

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['weight', 'Block', 'TinyTransformer']
 
-# %% ../nbs/10_model.ipynb #c24ae4ee
+# %% ../nbs/10_model.ipynb #fe341539
 import math
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
 from torch.utils.checkpoint import checkpoint
 from .config import ModelConfig, UserError
 from .ops.rms_norm import add_rms_norm, rms_norm
-from .ops.rope import qk_norm_rope, rope_tables
+from .ops.rope import qk_norm_rope, rope, rope_tables
 from .ops.swiglu import swiglu
 from .ops.attention import attention, attention_path
 from .ops.cross_entropy import linear_cross_entropy
@@ -29,9 +29,9 @@ def weight(
 
 def _normal(shape, std, generator): return torch.empty(shape) if std is None else torch.empty(shape).normal_(std=std, generator=generator)
 
-# %% ../nbs/10_model.ipynb #ce2bc4a8
+# %% ../nbs/10_model.ipynb #c98bf0b5
 class Block(nn.Module):
-    "One Qwen3 decoder block: attention with QK-norm, then SwiGLU, each behind a norm and added to the stream"
+    "One Qwen3 decoder block: attention with QK-norm, then SwiGLU, each behind a norm and added to the stream; `cfg.qk_norm` and `cfg.qkv_bias` make it Qwen2's or Llama's"
     def __init__(self,
         cfg:ModelConfig, # The architecture
         std:float|None=0.02, # Of the initial weights, `wo` and `w_down` get `std/sqrt(2*n_layers)`; None draws nothing
@@ -43,7 +43,7 @@ class Block(nn.Module):
             if not name.startswith(prefix): continue
             name = name.removeprefix(prefix)
             s = std/math.sqrt(2*cfg.n_layers) if std and name in ('wo','w_down') else std
-            setattr(self, name, nn.Parameter(torch.ones(shape)) if len(shape) == 1 else weight(shape, s, generator))
+            setattr(self, name, weight(shape, s, generator) if len(shape) == 2 else nn.Parameter(torch.zeros(shape) if name in ('bq','bk','bv') else torch.ones(shape)))
 
     def forward(self,
         x_BTE:Tensor, # The residual stream, in the compute dtype
@@ -62,14 +62,21 @@ class Block(nn.Module):
     def attend(self, x_BTE, cos, sin, path, pad, cache, layer):
         "The attention half, between the norm and the addition"
         c, (B, T, _), dtype = self.cfg, x_BTE.shape, x_BTE.dtype
-        q_BTHD = (x_BTE @ self.wq.to(dtype)).view(B, T, c.n_heads, c.head_dim)
-        k_BTKD = (x_BTE @ self.wk.to(dtype)).view(B, T, c.n_kv_heads, c.head_dim)
-        v_BKSD = (x_BTE @ self.wv.to(dtype)).view(B, T, c.n_kv_heads, c.head_dim).transpose(1, 2)
-        q_BHTD = qk_norm_rope(q_BTHD, self.q_norm, cos, sin, c.eps)
-        k_BKSD = qk_norm_rope(k_BTKD, self.k_norm, cos, sin, c.eps)
+        q_BTHD = self.project(x_BTE, 'q').view(B, T, c.n_heads, c.head_dim)
+        k_BTKD = self.project(x_BTE, 'k').view(B, T, c.n_kv_heads, c.head_dim)
+        v_BKSD = self.project(x_BTE, 'v').view(B, T, c.n_kv_heads, c.head_dim).transpose(1, 2)
+        if c.qk_norm:
+            q_BHTD = qk_norm_rope(q_BTHD, self.q_norm, cos, sin, c.eps)
+            k_BKSD = qk_norm_rope(k_BTKD, self.k_norm, cos, sin, c.eps)
+        else: q_BHTD, k_BKSD = (rope(t.transpose(1, 2), cos, sin) for t in (q_BTHD, k_BTKD))
         if cache is not None: k_BKSD, v_BKSD = cache.update(layer, k_BKSD, v_BKSD)
         a_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, pad=pad, path=path)
         return a_BHTD.transpose(1, 2).reshape(B, T, -1) @ self.wo.to(dtype)
+
+    def project(self, x_BTE, name):
+        "Queries, keys or values, `(B, T, heads*D)`; with a bias through `F.linear`, which rounds product and sum once"
+        w = getattr(self, 'w'+name).to(x_BTE.dtype)
+        return F.linear(x_BTE, w.t(), getattr(self, 'b'+name).to(x_BTE.dtype)) if self.cfg.qkv_bias else x_BTE @ w
 
     def feed(self, x_BTE):
         "The feed-forward half, between the norm and the addition"
@@ -95,9 +102,9 @@ def _check_pad(pad, B:int, cfg:ModelConfig):
     if not isinstance(pad, Tensor) or pad.shape != (B,) or pad.dtype not in (torch.int64, torch.int32): raise UserError(f'pad must be an integer tensor of shape ({B},), one number of left pads for each row')
     if _look(pad) and not bool(((pad >= 0) & (pad < cfg.max_seq_len)).all()): raise UserError(f'pad must be in 0 … {cfg.max_seq_len-1} (max_seq_len={cfg.max_seq_len}), got {pad.tolist()}')
 
-# %% ../nbs/10_model.ipynb #55702f7a
+# %% ../nbs/10_model.ipynb #91bf9f66
 class TinyTransformer(nn.Module):
-    "Qwen3: embedding, `n_layers` blocks, final norm, head ([Qwen3 report](https://arxiv.org/abs/2505.09388))"
+    "Qwen3: embedding, `n_layers` blocks, final norm, head ([Qwen3 report](https://arxiv.org/abs/2505.09388)); Qwen2 or Llama by two switches of `cfg`"
     def __init__(self,
         cfg:ModelConfig, # The architecture
         seed:int|None=None, # Seeds the initial weights; None draws from torch's global generator
