@@ -510,6 +510,13 @@ def test_full_or_damaged(machine):
     with pytest.raises(k.BuildError, match=f'{so.name} cannot be loaded .*remove it, or set XTRAIN_CACHE'): k.load_source(TINY % 'bad', gpu=False)
 
 
+def test_a_compiler_without_its_linker(machine, monkeypatch):
+    "A PATH that was emptied: g++ is found by CXX, and nothing that g++ calls"
+    monkeypatch.setenv('CXX', shutil.which('g++') or shutil.which('c++')); monkeypatch.setenv('PATH', '/nonexistent')
+    with pytest.raises(k.BuildError) as e: k.compile_source(TINY % 'lost', gpu=False)
+    assert re.search('(ld|as) comes with binutils and its folder must be on PATH$', str(e.value).splitlines()[0]), str(e.value)
+
+
 # ---------------------------------------------------------------- loading and telling torch
 
 INLINE = '''

@@ -199,7 +199,7 @@ def command(
     return ([str(nvcc.path), *host, '-Xcompiler', '-fPIC', '-lineinfo', '--threads', '2', '-DUSE_CUDA', *arch, *common],
             [*(f'-L{d}' for d in nvcc.lib_dirs), f'-L{root}/lib', '-ltorch_cpu', *cuda, '-lc10'])
 
-# %% ../nbs/00_kernels.ipynb #9d32f3f5
+# %% ../nbs/00_kernels.ipynb #9296b3c1
 _warned = set() # What has been said
 
 def _libc(): return os.confstr('CS_GNU_LIBC_VERSION') if 'CS_GNU_LIBC_VERSION' in getattr(os, 'confstr_names', ()) else platform.platform()
@@ -214,7 +214,9 @@ def _headers(code, folders):
 
 def _first_error(text):
     ls = [l.strip() for l in text.splitlines() if l.strip()]
-    return next((l for l in ls if re.search(r'error|fatal|No space|not found|cannot', l)), ls[0] if ls else 'no message')
+    line = next((l for l in ls if re.search(r'error|fatal|No space|not found|cannot', l)), ls[0] if ls else 'no message')
+    lost = re.search(r"cannot (?:find|execute) ['‘](ld|as)\b", line) # Compilers look for these two on PATH
+    return line + (f'; {lost[1]} comes with binutils and its folder must be on PATH' if lost else '')
 
 def compile_source(
     src, # A `Path` of a `.cu` file, or a source as text
@@ -251,7 +253,7 @@ def compile_source(
         return folder/f'{name}.so'
     return _once(out, build)
 
-# %% ../nbs/00_kernels.ipynb #4998c0c9
+# %% ../nbs/00_kernels.ipynb #dc0b41d3
 _libraries = set() # Keys of the libraries in this process
 
 def load_source(src, **kw):
@@ -264,7 +266,7 @@ def load_source(src, **kw):
     _libraries.add(key)
     return getattr(torch.ops, f'xtrain_{key}')
 
-# %% ../nbs/00_kernels.ipynb #08ced55b
+# %% ../nbs/00_kernels.ipynb #127cf9a5
 _told = {} # Qualified name of an op -> (fake, setup, backward)
 
 def register(
@@ -321,7 +323,7 @@ def no_gpu()->str|None: # One sentence, None if torch sees a GPU
     if not (os.path.exists('/proc/driver/nvidia') or os.path.exists('/dev/dxg')): return 'this machine has no NVIDIA driver'
     return f'torch {v} is built for CUDA {torch.version.cuda} but sees no GPU; does nvidia-smi see one, and a driver for CUDA {torch.version.cuda}?'
 
-# %% ../nbs/00_kernels.ipynb #c6b90f5a
+# %% ../nbs/00_kernels.ipynb #b7e12b66
 @dataclass(frozen=True)
 class Plan:
     "What to build here, and whom it serves"
@@ -354,7 +356,7 @@ def _plan():
     fit = sorted({card[i] for i in caps if i not in unfit})
     return Plan(tuple(gencode(sass, ptx)), f"{found}, for {', '.join(fit)}", unfit)
 
-# %% ../nbs/00_kernels.ipynb #79e32e43
+# %% ../nbs/00_kernels.ipynb #14b2899b
 _mutex = threading.RLock()
 _loaded = {} # Name of a file -> (its namespace or None, why)
 _names = {} # `name device` -> name of the namespace or None
