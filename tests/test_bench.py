@@ -12,7 +12,9 @@ def result(): return B.bench_ops(seconds=.005)
 
 def test_every_op_both_directions(result):
     seen = {(r['op'], r['direction']) for r in result['rows'] if r['who'] == 'xtrain'}
-    assert seen == {(o, d) for o in B.OPS[:-2] for d in ('forward', 'backward')} | {('head_loss', 'both'), ('adamw', 'step')}
+    assert seen == {(o, d) for o in B.OPS[:-2] for d in ('forward', 'backward')} | {('cross_entropy', 'sum'), ('head_loss', 'both'), ('adamw', 'step')}
+    for r in result['rows']:
+        if r['direction'] == 'sum': assert r['ms'] == sum(q['ms'] for q in result['rows'] if (q['op'], q['shape'], q['who']) == (r['op'], r['shape'], r['who']) and q is not r)
     assert all(r['ms'] > 0 and r['bytes'] > 0 and r['share'] == pytest.approx(r['bytes']/result['ceilings']['copy']/r['ms']*1e3) for r in result['rows'] if 'ms' in r)
     assert {r['who'] for r in result['rows'] if 'ms' in r} >= {'xtrain', 'torch'}
     m = result['machine']
@@ -52,6 +54,26 @@ def test_liger_cannot_spoil_the_inputs_of_others():
     rows = B.measure(c, CPU, 1e9, seconds=.001)
     assert [r['who'] for r in rows if 'ms' in r].count('liger') == 2 and all(map(torch.equal, was, (*c.inputs, *c.grads)))
 
+def test_who_makes_the_gradient_in_the_forward_is_compared_by_the_sum():
+    c = next(iter(B.cases('small', CPU, torch.float32, ['cross_entropy'])))
+    c.ways['liger'] = lambda z, y: F.cross_entropy(z, y)
+    rows = B.measure(c, CPU, 1e9, seconds=.001)
+    assert [(r['who'], r['direction']) for r in rows] == [(w, d) for w in ('torch', 'xtrain') for d in ('forward', 'backward', 'sum')] + [('liger', 'sum')]
+    text = B.table(dict(B.bench_ops(['swiglu'], seconds=.001), rows=rows))
+    assert [line.split()[2] for line in text.splitlines() if line.startswith('cross_entropy')] == ['forward', 'backward', 'both']
+
+@pytest.mark.parametrize('where', ['cases', 'measure'])
+def test_what_is_measured_stays(monkeypatch, where):
+    "A case that cannot be made, or an error outside the ways, costs its own row and no other"
+    whole = getattr(B, where)
+    def broken(*a, **kw):
+        if 'swiglu' in (getattr(a[0], 'op', ''), *(a[3] if where == 'cases' else ())): raise MemoryError('no room')
+        return whole(*a, **kw)
+    monkeypatch.setattr(B, where, broken)
+    r = B.bench_ops(['qk_norm', 'swiglu', 'repeat_kv'], seconds=.001)
+    assert {x['op'] for x in r['rows'] if 'ms' in x} == {'qk_norm', 'repeat_kv'} and [x['error'] for x in r['rows'] if x['op'] == 'swiglu'] == ['MemoryError: no room']
+    assert 'swiglu : MemoryError: no room' in B.table(r)
+
 def test_ctrl_c_leaves_a_table(monkeypatch):
     measure = B.measure
     def interrupted(case, *a):
@@ -69,7 +91,7 @@ def test_an_op_of_ours_that_fails_fails_the_command(monkeypatch):
 def test_a_peer_that_fails_is_a_note(result):
     bad = dict(result, rows=[r for r in result['rows'] if r['who'] != 'liger'] + [dict(op='swiglu', shape='256×688', direction='forward', who='compile', error='no such thing')])
     text = B.table(bad)
-    assert 'compile, swiglu: no such thing' in text and text.count('\n') > 25
+    assert 'compile, swiglu 256×688: no such thing' in text and text.count('\n') > 25
 
 def test_median():
     n = [0]
@@ -88,7 +110,7 @@ def test_command(tmp_path, monkeypatch):
     assert png[:8] == b'\x89PNG\r\n\x1a\n' and len(png) > 10_000 and 'bench-ops.png' in p.stderr
     p = CliRunner().invoke(main, ['bench', 'ops', '--op', 'repeat_kv', '--json', '--picture', ''])
     r = json.loads(p.stdout)
-    assert p.exit_code == 0 and set(r) == {'machine', 'ceilings', 'rows'} and {x['op'] for x in r['rows']} == {'repeat_kv'} and [x.name for x in tmp_path.iterdir()] == ['bench-ops.png']
+    assert p.exit_code == 0 and set(r) == {'machine', 'ceilings', 'rows', 'seconds'} and {x['op'] for x in r['rows']} == {'repeat_kv'} and [x.name for x in tmp_path.iterdir()] == ['bench-ops.png']
 
 @pytest.mark.parametrize('args,say', [(['--op', 'rmsnorm'], '--op rmsnorm is not known; there are rms_norm'), (['--picture', 'no/where.png'], '--picture no/where.png'), (['--size', 'huge'], "'huge' is not one of"), (['--dtype', 'int8'], "'int8' is not one of")])
 def test_mistakes_are_one_line(args, say, tmp_path, monkeypatch):
