@@ -290,13 +290,13 @@ def test_the_package_has_no_unpickling():
 def test_load_run(tmp_path):
     tok = Tokenizer.train(['one two three'], 260)
     m, opt = trained(vocab_size=260)
-    run = new_run(tmp_path/'run', m, tok, data=dict(eos_id=tok.eos_id))
+    run = new_run(tmp_path/'run', m.cfg, m.params().__getitem__, tok, data=dict(eos_id=tok.eos_id))
     save_checkpoint(run, 5, trained(seed=2, vocab_size=260)[0])
     m0, t0, c = load_run(run, step=0)
     assert same(m, m0) and t0.sha256 == tok.sha256 and c['model'] == m.cfg.to_dict() and not same(m, load_run(run)[0])
     with pytest.raises(UserError, match=r'no checkpoint of step 3; there are \[5, 0\]'): load_run(run, step=3)
     with pytest.raises(UserError, match='is not a run'): load_run(tmp_path)
-    with pytest.raises(UserError, match='exists already'): new_run(run, m, tok)
+    with pytest.raises(UserError, match='exists already'): new_run(run, m.cfg, m.params().__getitem__, tok)
     for p in list(checkpoints(run).values()): discard(p)
     with pytest.raises(UserError, match='holds no checkpoint yet'): load_run(run)
 

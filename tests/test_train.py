@@ -185,7 +185,7 @@ def test_ten_of_twenty(cfg, tmp_path):
 
 def test_killed_anywhere_then_resumed(straight, tmp_path):
     c = replace(straight, out=str(tmp_path/'run'))
-    patch = 'import time; old = C.save_file\ndef slow(*a): old(*a); time.sleep(.05)\nC.save_file = slow'
+    patch = 'import time; old = C.write_safetensors\ndef slow(*a): old(*a); time.sleep(.05)\nC.write_safetensors = slow'
     for i,wait in enumerate((.3, .55)):
         p = child(again(c) if i else c, patch)
         while not (Path(c.out)/'checkpoints').exists(): time.sleep(.02); assert p.poll() is None
@@ -261,14 +261,14 @@ def test_a_damaged_newest_checkpoint_costs_only_its_steps(straight, tmp_path, ca
 def test_foreign_weights_become_a_run(cfg, tmp_path):
     tok = Tokenizer.train(['the cat saw a dog'], 270)
     m = TinyTransformer(cfg.model_config(270), seed=5)
-    new_run(tmp_path/'imported', m, tok)
+    new_run(tmp_path/'imported', m.cfg, m.params().__getitem__, tok)
     r = quiet(make_config(resume=tmp_path/'imported', data=cfg.data, steps=2, batch_size=2, device='cpu', lr=1e-3))
     a, b = load_file(tmp_path/'imported/checkpoints/step-00000000/model.safetensors'), load_file(tmp_path/'imported/checkpoints/step-00000002/model.safetensors')
     assert r.step == 2 and torch.equal(a['embed'], m.embed) and 0 < (a['blocks.0.wq']-b['blocks.0.wq']).abs().max() < 3e-3
 
 # ---- signals ------------------------------------------------------------------------------------------------------------
 
-SLOW = 'import time; old = C.save_file\ndef slow(*a): print("saving", flush=True); time.sleep(.4); old(*a)\nC.save_file = slow'
+SLOW = 'import time; old = C.write_safetensors\ndef slow(*a): print("saving", flush=True); time.sleep(.4); old(*a)\nC.write_safetensors = slow'
 
 @pytest.mark.parametrize('signals, rc', [([signal.SIGINT], 130), ([signal.SIGTERM, signal.SIGINT], 143)])
 def test_signals_in_mid_save(straight, tmp_path, signals, rc):

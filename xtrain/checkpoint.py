@@ -6,13 +6,15 @@
 __all__ = ['rng_state', 'set_rng_state', 'save_checkpoint', 'checkpoints', 'check_checkpoint', 'latest_checkpoint',
            'load_checkpoint', 'load_run', 'read_config', 'new_run']
 
-# %% ../nbs/22_checkpoint.ipynb #1001c6b7
+# %% ../nbs/22_checkpoint.ipynb #b6e317a1
 import hashlib, json, re, sys
+from collections.abc import Callable
 from pathlib import Path
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import PICKLES, discard, new_dir, open_safetensors, sweep, writing
+from .files import PICKLES, discard, new_dir, sweep, writing
+from .tensors import CODES, TensorFile, dtype_name, write_safetensors
 
 # %% ../nbs/22_checkpoint.ipynb #76a01be4
 _FILES = ('model.safetensors', 'optimizer.safetensors')
@@ -52,7 +54,7 @@ def _not_finite(tensors):
     ok = torch.stack([t.isfinite().all() for t in tensors.values()] or [torch.tensor(True)]).tolist()
     return next((n for n,o in zip(tensors, ok) if not o), None)
 
-# %% ../nbs/22_checkpoint.ipynb #9466ae09
+# %% ../nbs/22_checkpoint.ipynb #eb655b65
 def save_checkpoint(
     run_dir, # The run's directory; `checkpoints/` is made in it
     step:int, # Optimizer steps done
@@ -72,13 +74,15 @@ def save_checkpoint(
         sweep(folder)
     path = folder/f'step-{step:08d}'
     with new_dir(path, overwrite=True) as new:
-        for name,tensors in zip(_FILES, sets):
-            save_file({k: v.detach().to('cpu').contiguous() for k,v in tensors.items()}, new/name, {'format': 'pt'})
-        files = {n: dict(bytes=(new/n).stat().st_size, sha256=_sha256(new/n)) for n in _FILES[:len(sets)]}
-        s = dict(format=1, step=step, model=model.cfg.to_dict(), files=files, rng=rng_state(model.embed.device), state=state or {})
-        (new/'state.json').write_text(json.dumps(s | dict(sha256=_seal(s)), indent=1)+'\n')
+        for name,tensors in zip(_FILES, sets): write_safetensors(new/name, {k: (v.dtype, v.shape) for k,v in tensors.items()}, tensors.__getitem__)
+        _write_state(new, step, model.cfg, rng_state(model.embed.device), state or {})
     if keep: _rotate(folder, step, keep)
     return path
+
+def _write_state(new, step, cfg, rng, state):
+    files = {n: dict(bytes=(new/n).stat().st_size, sha256=_sha256(new/n)) for n in _FILES if (new/n).is_file()}
+    s = dict(format=1, step=step, model=cfg.to_dict(), files=files, rng=rng, state=state)
+    (new/'state.json').write_text(json.dumps(s | dict(sha256=_seal(s)), indent=1)+'\n')
 
 # %% ../nbs/22_checkpoint.ipynb #0e30bb17
 def checkpoints(
@@ -128,18 +132,16 @@ def latest_checkpoint(
         say(f'{p}: {why}; passed over for the one before')
     if found: raise UserError(f'{run_dir}: none of its {len(found)} checkpoints is whole; the newest: {why}')
 
-# %% ../nbs/22_checkpoint.ipynb #75f8cd29
+# %% ../nbs/22_checkpoint.ipynb #98e59992
 def _compare(path, have, want):
-    "Names, shapes and dtypes of an open safetensors file against tensors"
-    names = set(have.keys())
+    "Names, shapes and dtypes of a `TensorFile` against tensors"
+    names = set(have.tensors)
     if (miss := [n for n in want if n not in names]): raise UserError(f'{path}: {len(miss)} tensors are missing, the first is {miss[0]}')
     if (more := sorted(names-set(want))): raise UserError(f'{path}: {len(more)} tensors are unknown, the first is {more[0]}')
     for n,t in want.items():
-        s = have.get_slice(n)
-        if tuple(s.get_shape()) != tuple(t.shape): raise UserError(f'{path}: {n} is {tuple(s.get_shape())} in the file, {tuple(t.shape)} in the model')
-        if (kind := str(t.dtype).removeprefix('torch.')) != _DTYPES.get(s.get_dtype(), s.get_dtype()): raise UserError(f'{path}: {n} is {s.get_dtype()} in the file, {kind} in the model')
-
-_DTYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
+        dtype, shape = have.tensors[n]
+        if shape != tuple(t.shape): raise UserError(f'{path}: {n} is {shape} in the file, {tuple(t.shape)} in the model')
+        if t.dtype != CODES.get(dtype): raise UserError(f'{path}: {n} is {dtype} in the file, {dtype_name(t.dtype)} in the model')
 
 # %% ../nbs/22_checkpoint.ipynb #1a44ee45
 def _fresh_moments(optimizer, params, names):
@@ -153,7 +155,7 @@ def _fresh_moments(optimizer, params, names):
             out |= {f'{k}.{name[p]}': torch.zeros((), device=here) if k == 'step' else torch.zeros_like(p, dtype=kind(p), requires_grad=False) for k in keys}
     return out
 
-# %% ../nbs/22_checkpoint.ipynb #dd367993
+# %% ../nbs/22_checkpoint.ipynb #7b6071f5
 def load_checkpoint(
     path, # A checkpoint's directory
     model, # Its parameters are overwritten in place
@@ -166,15 +168,12 @@ def load_checkpoint(
     if (why := check_checkpoint(path)): raise UserError(f'{path}: {why}')
     s, params, moments = json.loads((path/'state.json').read_text()), model.params(), {}
     if s['format'] != 1: raise UserError(f'{path}: format {s["format"]} is of a newer xtrain; this one reads format 1')
-    with open_safetensors(path/_FILES[0]) as f: _compare(path/_FILES[0], f, params)
-    if optimizer is not None and _FILES[1] in s['files']:
-        with open_safetensors(path/_FILES[1]) as f:
-            moments = _fresh_moments(optimizer, params, f.keys()) if f.keys() else {}
-            _compare(path/_FILES[1], f, moments)
-    for name,tensors in zip(_FILES, (params, moments)):
-        if not tensors: continue
-        with open_safetensors(path/name) as f, torch.no_grad():
-            for n,t in tensors.items(): t.copy_(f.get_tensor(n))
+    files = [TensorFile(path/n) for n in _FILES[:1 if optimizer is None or _FILES[1] not in s['files'] else 2]]
+    if len(files) > 1 and files[1].tensors: moments = _fresh_moments(optimizer, params, files[1].tensors)
+    for f,tensors in zip(files, (params, moments)): _compare(f.path, f, tensors)
+    with torch.no_grad():
+        for f,tensors in zip(files, (params, moments)):
+            for n,t in tensors.items(): t.copy_(f.read(n))
     if optimizer is not None:
         by_name = {n: {} for n in params}
         for k,t in moments.items(): key, n = k.split('.', 1); by_name[n][key] = t
@@ -183,7 +182,7 @@ def load_checkpoint(
         set_rng_state(s['rng'], model.embed.device)
     return s
 
-# %% ../nbs/22_checkpoint.ipynb #db9836f6
+# %% ../nbs/22_checkpoint.ipynb #8c7a5602
 def load_run(
     run_dir, # A run's directory
     step:int|None=None, # Which checkpoint; None takes the newest valid one
@@ -199,7 +198,7 @@ def load_run(
     if step is None: path = latest_checkpoint(run_dir)
     elif (path := checkpoints(run_dir).get(step)) is None: raise UserError(f'{run_dir} has no checkpoint of step {step}; there are {list(checkpoints(run_dir))}')
     if path is None: raise UserError(f'{run_dir} holds no checkpoint yet; train it first')
-    model = TinyTransformer(ModelConfig.from_dict(config['model']), seed=0, attention=attention, dtype=dtype).to(device)
+    model = TinyTransformer(ModelConfig.from_dict(config['model']), attention=attention, dtype=dtype, std=None).to(device)
     load_checkpoint(path, model)
     return model, Tokenizer.load(run_dir), config
 
@@ -216,17 +215,21 @@ def read_config(
     if not isinstance(config, dict) or 'model' not in config: raise UserError(f'{f} has no "model"; it is not of a run')
     return config
 
-# %% ../nbs/22_checkpoint.ipynb #8c070221
+# %% ../nbs/22_checkpoint.ipynb #044e7c66
 def new_run(
     run_dir, # Where the run shall be
-    model, # A `TinyTransformer`
+    cfg:ModelConfig, # The architecture
+    get:Callable[[str],Tensor], # Gives a parameter by its name in `cfg.shapes()`, in any float dtype
     tokenizer, # Its tokenizer
     overwrite:bool=False, # Replace what is there?
-    **config, # Further parts of `config.json`: `train`, `data`
+    **config, # Further parts of `config.json`: `train`, `data`, `history`
 )->Path: # The run's directory
     "A run directory with one checkpoint, of step 0 and without moments; whole or not at all"
     with new_dir(run_dir, overwrite) as new:
-        (new/'config.json').write_text(json.dumps(dict(model=model.cfg.to_dict(), train={}, data={}) | config, indent=1)+'\n')
+        (new/'config.json').write_text(json.dumps(dict(model=cfg.to_dict(), train={}, data={}) | config, indent=1)+'\n')
         (new/'tokenizer.json').write_text(tokenizer.json, encoding='utf-8')
-        save_checkpoint(new, 0, model)
+        step = new/'checkpoints'/f'step-{0:08d}'
+        step.mkdir(parents=True)
+        write_safetensors(step/_FILES[0], {n: (torch.float32, s) for n,s in cfg.shapes().items()}, get)
+        _write_state(step, 0, cfg, rng_state(), {})
     return Path(run_dir)

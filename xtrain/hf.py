@@ -489,7 +489,7 @@ def load_any(
     model.to(dtype).dtype = dtype
     return model, tok
 
-# %% ../nbs/31_export.ipynb #50899043
+# %% ../nbs/31_export.ipynb #52ce6f21
 def import_to_run(
     dir, # A Qwen3 directory
     run, # The run directory to make
@@ -498,5 +498,5 @@ def import_to_run(
     "Make a run whose step 0 is an imported model, for `xtrain train --resume` to go on from"
     from xtrain.checkpoint import new_run
     model, tok = import_hf(dir)
-    new_run(run, model, tok, overwrite, data=dict(eos_id=_one_or_list(tok.stop_ids)))
+    new_run(run, model.cfg, model.params().__getitem__, tok, overwrite, data=dict(eos_id=_one_or_list(tok.stop_ids)))
     return model
