@@ -2,6 +2,7 @@
 import os, re
 import pytest, torch
 from xtrain.kernels import backend, no_gpu
+from . import helpers
 
 # Where there are several GPUs each process begins with another one, and still sees all: CUDA reads this when it is first asked
 if (w := os.environ.get('PYTEST_XDIST_WORKER')) and (n := torch.cuda.device_count()) > 1:
@@ -29,3 +30,23 @@ def memory_given_back():
     "What a test allocated is free for the next one; an error that a kernel left behind belongs to the test that made it"
     yield
     if not WHY: torch.cuda.synchronize(); torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def errors_shown(request):
+    "What a test compared with torch, for the table at the end (a report carries it between processes)"
+    helpers.errors.clear()
+    yield
+    if helpers.errors: request.node.user_properties.append(('errors', list(helpers.errors)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    files = {}
+    for r in terminalreporter.getreports('passed') + terminalreporter.getreports('failed'):
+        for name, pairs in r.user_properties if r.when == 'teardown' else ():
+            if name == 'errors': files.setdefault(r.nodeid.split('::')[0].split('/')[-1], []).extend(pairs)
+    if not files: return
+    terminalreporter.write_sep('=', 'error against float64, ours and torch\'s at the same dtype')
+    for f, pairs in sorted(files.items()):
+        ours, torchs = (sorted(p[i] for p in pairs)[len(pairs)//2] for i in (0, 1))
+        terminalreporter.write_line(f'{f:24} {len(pairs):5} comparisons, medians {ours:.2e} and {torchs:.2e}; ours is the smaller or equal in {sum(a <= b for a, b in pairs)/len(pairs):.0%}')

@@ -5,11 +5,10 @@ import pytest, torch, torch.nn.functional as F
 
 from xtrain.gradcheck import rel_error
 from xtrain.kernels import kernels
-from xtrain.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from xtrain.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_ref
+from .helpers import BF16, DTYPES, F16, F32, F64, grads, leaf, no_larger, randn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-DTYPES = [F32, BF16, F16]
 LAYOUTS = ['dense', 'padded', 'turned', 'offset', 'every other', 'expanded']
 
 
@@ -24,9 +23,6 @@ def ns():
     return ns
 
 
-def randn(*shape, dtype=F32, scale=1.): return (scale*torch.randn(*shape, device='cuda')).to(dtype)
-
-
 def rows(N, D, dtype, layout='dense', scale=1.):
     "Rows in memory that is not always what a kernel would like"
     if layout == 'padded': return randn(N, D+13, dtype=dtype, scale=scale)[:, :D]
@@ -38,22 +34,6 @@ def rows(N, D, dtype, layout='dense', scale=1.):
 
 
 def gains(D, dtype): return (1 + .2*torch.randn(D, device='cuda')).to(dtype)
-
-
-def leaf(t): return t.detach().as_strided(t.shape, t.stride(), t.storage_offset()).requires_grad_()
-
-
-def grads(f, inputs, *g):
-    leaves = [leaf(t) for t in inputs]
-    out = f(*leaves)
-    return torch.autograd.grad(out, leaves, g if isinstance(out, tuple) else g[0])
-
-
-def no_larger(ours, theirs, ref, size=None, tiny=3e-7):
-    "Error against float64, compared with torch's own at the same dtype; relative to `size`, where terms cancel. Few numbers are noisy: two roundings of one number differ by as much as they err"
-    norm = (ref if size is None else size).double().norm().clamp_min(1e-30)
-    a, b = (float((t.double()-ref).norm()/norm) for t in (ours, theirs))
-    assert a <= (1.05 + 3/ref.numel()**.5)*b + tiny, f'ours {a:.3e}, torch {b:.3e}'
 
 
 WIDTHS = [1, 3, 8, 16, 24, 32, 64, 80, 96, 128, 136, 256, 264, 512, 768, 1000, 1001, 1024, 1032, 2048, 2056, 4096, 5120, 8192, 11008, 16384, 32768, 32776, 40000]

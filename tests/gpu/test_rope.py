@@ -7,12 +7,10 @@ from xtrain.config import ModelConfig
 from xtrain.gradcheck import rel_error
 from xtrain.kernels import kernels
 from xtrain.model import TinyTransformer
-from xtrain.ops.rms_norm import rms_norm
 from xtrain.ops.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref, rope_tables
+from .helpers import BF16, DTYPES, F16, F32, F64, grads, leaf, no_larger, randn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-DTYPES = [F32, BF16, F16]
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +22,6 @@ def ns():
     ns = kernels('rope') if torch.cuda.is_available() else None
     if ns is None: pytest.skip('the kernels cannot be had here')
     return ns
-
-
-def randn(*shape, dtype=F32): return torch.randn(*shape, device='cuda').to(dtype)
 
 
 def make(shape, dtype, layout):
@@ -48,20 +43,6 @@ def tables(B, H, T, D, dtype, kind):
     lead = {'shared': (), 'by row': (B, 1), 'by head': (1, H), 'halves differ': ()}[kind]
     if kind == 'halves differ': return randn(T, D, dtype=dtype), randn(T, D, dtype=dtype)
     return rope_tables(torch.randint(9000, (*lead, T), device='cuda'), D, dtype=dtype)
-
-
-def leaf(t): return t.detach().as_strided(t.shape, t.stride(), t.storage_offset()).requires_grad_()
-
-
-def grads(f, inputs, g):
-    leaves = [leaf(t) for t in inputs]
-    return torch.autograd.grad(f(*leaves), leaves, g)
-
-
-def no_larger(ours, theirs, ref, tiny=3e-7):
-    "Error against float64, compared with torch's own ops at the same dtype. Few numbers are noisy: two roundings of one number differ by as much as they err"
-    a, b = rel_error(ours, ref), rel_error(theirs, ref)
-    assert a <= (1.05 + 3/ref.numel()**.5)*b + tiny, f'ours {a:.3e}, torch {b:.3e}'
 
 
 CASES = [(rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 5, 8, 12, 32]), rng.choice([1, 2, 17, 63, 64, 129]), rng.choice([2, 6, 8, 16, 18, 32, 48, 64, 72, 80, 96, 128, 160, 192, 256, 512, 1024]), rng.choice(DTYPES),

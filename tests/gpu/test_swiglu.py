@@ -1,15 +1,15 @@
 "SwiGLU on a GPU: the kernels against float64 and torch, in any memory, compiled, captured, beyond 2^31 elements."
 import random
 
-import pytest, torch, torch.nn.functional as F
+import pytest, torch
 
 from xtrain.gradcheck import rel_error
 from xtrain.kernels import kernels
 from xtrain.ops.swiglu import swiglu, swiglu_ref
+from .helpers import BF16, DTYPES, F16, F32, no_larger
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-DTYPES, cuda = [F32, BF16, F16], dict(device='cuda')
+cuda = dict(device='cuda')
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +21,6 @@ def ns():
     ns = kernels('swiglu') if torch.cuda.is_available() else None
     if ns is None: pytest.skip('the kernels cannot be had here')
     return ns
-
-
-def no_larger(ours, theirs, ref, tiny=2e-7):
-    a, b = rel_error(ours, ref), rel_error(theirs, ref)
-    assert a <= 1.05*b + tiny, f'ours {a:.3e}, torch {b:.3e}'
 
 
 def make(shape, dtype, layout):
