@@ -88,7 +88,7 @@ def copy_rate(
     x = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device); y = torch.empty_like(x)
     return 2*size/median_ms(lambda: y.copy_(x), device)*1e3
 
-# %% ../nbs/40_bench.ipynb #cf693dd0
+# %% ../nbs/40_bench.ipynb #0f4f27bd
 class Meter:
     "Times ways to compute one thing on one device, beside the speed of a copy there"
     def __init__(self,
@@ -101,6 +101,10 @@ class Meter:
         self.name = torch.cuda.get_device_name(self.device) if gpu else 'CPU'
 
     def __str__(self): return f"{self.name}, torch {torch.__version__}: a copy moves {_unit(self.copy, 'B/s')}"
+
+    def rand(self, *shape, dtype=torch.bfloat16)->Tensor: # Wants a gradient
+        "Normal random numbers"
+        return torch.randn(*shape, device=self.device, dtype=dtype, requires_grad=True)
 
     def us(self, f, seconds:float=.03)->float: # Microseconds
         "Median time of `f`, its inputs not in the cache"
