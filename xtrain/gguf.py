@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['GGUF_NAMES', 'LOOKS_LIKE_END', 'NORMAL', 'CONTROL', 'USER_DEFINED', 'UNUSED', 'FILE_TYPES', 'LARGEST', 'q8_0_bound',
-           'gguf_name', 'gguf_arch', 'interleave', 'end_ids', 'why_not', 'token_list', 'merge_list', 'Weights',
-           'open_weights', 'kind_of', 'export_gguf']
+           'gguf_name', 'gguf_arch', 'interleave', 'end_ids', 'why_not', 'token_list', 'merge_list', 'kind_of',
+           'export_gguf']
 
-# %% ../nbs/32_gguf.ipynb #53228a90
+# %% ../nbs/32_gguf.ipynb #e8056b7e
 import json, os
-from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
 from torch import Tensor
@@ -123,54 +121,6 @@ def merge_list(
     m = json.loads(tok.json)['model'].get('merges') or []
     return [p if isinstance(p, str) else ' '.join(p) for p in m] or ['▁ ▁']
 
-# %% ../nbs/32_gguf.ipynb #817e9c3e
-@dataclass
-class Weights:
-    "Something to export"
-    cfg:ModelConfig # The architecture
-    tok:object # Its `Tokenizer`
-    get:Callable[[str],Tensor] # Parameter by name, matrices `[out, in]`
-
-def _rows(name, w): return w.t() if w.dim() == 2 and name != 'embed' else w
-
-def _of_model(model, tok):
-    from xtrain.hf import unwrap
-    params = unwrap(model).params()
-    return Weights(unwrap(model).cfg, tok, lambda n: _rows(n, params[n].detach()))
-
-def _of_run(run):
-    from xtrain.checkpoint import latest_checkpoint, read_config
-    from xtrain.tensors import read_header, read_tensor
-    from xtrain.tokenizer import Tokenizer
-    cfg, at = ModelConfig.from_dict(read_config(run)['model']), latest_checkpoint(run)
-    if at is None: raise UserError(f'{run} holds no checkpoint yet; train it first')
-    file = at/'model.safetensors'
-    if {n: s for n,(_,s) in read_header(file).items()} != cfg.shapes(): raise UserError(f'{file} does not hold the tensors that config.json describes')
-    return Weights(cfg, Tokenizer.load(run), lambda n: _rows(n, read_tensor(file, n)))
-
-def _of_dir(dir):
-    from xtrain.hf import check_tensors, find_weights, from_hf_config, read_json, tensor_map
-    from xtrain.tensors import read_tensor
-    from xtrain.tokenizer import Tokenizer
-    where = dir/'config.json'
-    c = read_json(where)
-    cfg, found = from_hf_config(c, where), find_weights(dir)
-    check_tensors(cfg, found, where, c.get('head_dim') is not None)
-    if not (dir/'tokenizer.json').is_file(): raise UserError(f'{dir/"tokenizer.json"} is missing; a GGUF file holds its tokenizer')
-    theirs = {o: t for o,t,_ in tensor_map(cfg)}
-    return Weights(cfg, Tokenizer.load(dir), lambda n: read_tensor(found[theirs[n]][0], theirs[n]))
-
-def open_weights(
-    source, # A RUN, a DIR in Hugging Face's format, or a pair (model, tokenizer)
-)->Weights:
-    "Look at everything but the numbers"
-    if isinstance(source, tuple): return _of_model(*source)
-    from xtrain.hf import read_json
-    dir = Path(source)
-    if not dir.is_dir(): raise UserError(f'{dir} {"is not a directory" if dir.exists() else "does not exist"}')
-    if not (dir/'config.json').exists(): raise UserError(f'{dir} is neither a run nor a model directory: it has no config.json')
-    return _of_run(dir) if 'model' in read_json(dir/'config.json') else _of_dir(dir)
-
 # %% ../nbs/32_gguf.ipynb #056d2639
 FILE_TYPES = dict(F32=0, F16=1, Q8_0=7, BF16=32) # llama.cpp's number for a file that is mostly of this type
 LARGEST = dict(F32=3.4028234e38, BF16=3.3895e38, F16=65504., Q8_0=65504.*127) # Of a number; for Q8_0 the scale is a float16
@@ -227,7 +177,7 @@ def _new_file(path, overwrite):
         with writing(path, every=True): _fsync(tmp); os.replace(tmp, to); _fsync(to.parent)
     finally: tmp.unlink(missing_ok=True); os.close(fd)
 
-# %% ../nbs/32_gguf.ipynb #a71ade5f
+# %% ../nbs/32_gguf.ipynb #e6a65011
 def export_gguf(
     source, # A RUN, a DIR in Hugging Face's format, or a pair (model, tokenizer)
     path, # The file to write
@@ -237,15 +187,15 @@ def export_gguf(
 )->dict: # path, arch, dtype, pre, tensors, params, bytes, notes
     "Write what llama.cpp runs, tensor by tensor; the same source gives the same bytes"
     import gguf
-    from xtrain.hf import check_vocab
+    from xtrain.hf import check_vocab, open_weights, unwrap
     from xtrain.tokenizer import LLAMA_CPP, cuts
     dtype = str(dtype).upper()
     if dtype not in FILE_TYPES: raise UserError(f'dtype is {dtype}; a GGUF file is {", ".join(FILE_TYPES)}')
-    w = open_weights(source)
-    cfg, tok, d = w.cfg, w.tok, json.loads(w.tok.json)
+    if isinstance(source, tuple): cfg, tok, get = unwrap(source[0]).cfg, source[1], lambda n: unwrap(source[0]).params()[n].detach()
+    else: w = open_weights(source); cfg, tok, get = w.cfg, w.tokenizer, w.get
     if (why := why_not(tok, drop_normalizer)): raise UserError(f'{tok.where}: llama.cpp would not tokenise as this file says: {why}')
-    notes, (ends, more) = check_vocab(cfg, tok, tok.stop_ids) if tok.stop_ids else check_vocab(cfg, tok, [])[1:], end_ids(tok)
-    notes = notes + more
+    d, (ends, notes) = json.loads(tok.json), end_ids(tok)
+    notes += check_vocab(cfg, tok, tok.stop_ids or [0])                                   # that there is no EOS was said
     if drop_normalizer and d.get('normalizer'): notes.append('the normaliser is left out: text that it would change gets other ids')
     if tok.front: notes.append(f'llama.cpp puts {tok.raw.id_to_token(tok.front[0])} in front of every text, as tokenizer.json says; xtrain does not')
     pre, arch = LLAMA_CPP[cuts(d['pre_tokenizer'])][bool(d['model'].get('ignore_merges'))], gguf_arch(cfg)
@@ -266,7 +216,8 @@ def export_gguf(
             f = out.fout[0]
             out.write_padding(f, f.tell())
             for n in shapes:
-                t = w.get(n)
+                t = get(n)
+                if t.ndim == 2 and n != 'embed': t = t.t()
                 if arch == 'llama' and n.split('.')[-1] in ('wq', 'wk', 'bq', 'bk'): t = interleave(t, cfg.head_dim)
                 _write_tensor(f, out, n, t, kinds[n])
                 del t
