@@ -1,4 +1,4 @@
-"Bit-equality with transformers' Qwen3, loaded from our own export; every gradient; and each rounding point, broken once."
+"Bit-equality with transformers' Qwen3, Qwen2 and Llama, loaded from our own exports; every gradient; and each rounding point, broken once."
 import inspect, warnings
 from dataclasses import replace
 from unittest.mock import patch
@@ -28,20 +28,23 @@ CONFIGS = {
     'wide heads': ModelConfig(256, 24, 2, 4, 2, 128, 40, max_seq_len=256),
     'one of each': ModelConfig(2, 2, 1, 1, 1, 2, 1, max_seq_len=256),
     'larger': ModelConfig(1000, 256, 1, 8, 2, 32, 512, max_seq_len=256),
+    'llama': replace(BASE, qk_norm=False), 'llama tied': replace(BASE, qk_norm=False, tied=True, n_kv_heads=1, rope_theta=5e5, eps=1e-5), 'llama odd': ModelConfig(103, 30, 3, 5, 1, 10, 51, max_seq_len=256, qk_norm=False),
+    'qwen2': replace(BASE, qk_norm=False, qkv_bias=True), 'qwen2 tied': replace(BASE, qk_norm=False, qkv_bias=True, tied=True, n_kv_heads=6, rope_theta=1e6), 'qwen2 odd': ModelConfig(103, 30, 3, 5, 1, 10, 51, max_seq_len=256, eps=1e-5, qk_norm=False, qkv_bias=True),
+    'qwen2 larger': ModelConfig(1000, 256, 1, 8, 2, 32, 512, max_seq_len=256, qk_norm=False, qkv_bias=True),
 }
 
 def tokens(cfg, *shape, seed=0): return torch.randint(cfg.vocab_size, shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 @pytest.fixture(scope='session')
 def exported(tmp_path_factory):
-    "An exported directory for each configuration, made once: large weights, gains that are not one"
+    "An exported directory for each configuration, made once: large weights, gains that are not one, biases that are not zero"
     made = {}
     def get(cfg):
         if cfg not in made:
             m, g, d = TinyTransformer(cfg, seed=1, std=.1), torch.Generator().manual_seed(2), tmp_path_factory.mktemp('parity')/'model'
             with torch.no_grad():
                 for p in m.parameters():
-                    if p.ndim == 1: p.mul_(1 + .2*torch.randn(p.shape, generator=g))
+                    if p.ndim == 1: p.mul_(1 + .2*torch.randn(p.shape, generator=g)).add_((p == 0)*torch.randn(p.shape, generator=g))
             export_hf(m, None, d)
             made[cfg] = d, m
         return made[cfg]
@@ -51,13 +54,13 @@ def theirs_from(d, dtype):
     transformers.utils.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        m, info = transformers.Qwen3ForCausalLM.from_pretrained(d, dtype=dtype, attn_implementation='eager', output_loading_info=True)
+        m, info = transformers.AutoModelForCausalLM.from_pretrained(d, dtype=dtype, attn_implementation='eager', output_loading_info=True)
     return m.eval(), info
 
 def pair(exported, cfg, dtype):
     d, _ = exported(cfg)
     theirs, info = theirs_from(d, dtype)
-    assert not info['missing_keys'] and not info['unexpected_keys'] and not info['mismatched_keys']
+    assert not any(info[k] for k in ('missing_keys', 'unexpected_keys', 'mismatched_keys')) and type(theirs).__name__ == {(True, False): 'Qwen3ForCausalLM', (False, True): 'Qwen2ForCausalLM', (False, False): 'LlamaForCausalLM'}[cfg.qk_norm, cfg.qkv_bias]
     return import_model(d, attention='composed', dtype=dtype), theirs
 
 def their_logits(m, ids, past):
@@ -89,7 +92,7 @@ def test_cached_decode_is_bit_equal(exported, name, dtype):
 
 @torch.no_grad()
 @both
-@pytest.mark.parametrize('name', ['gqa','mha','odd'])
+@pytest.mark.parametrize('name', ['gqa','mha','odd','llama','qwen2'])
 def test_chunked_prefill_is_bit_equal(exported, name, dtype):
     cfg = CONFIGS[name]; ours, theirs = pair(exported, cfg, dtype)
     ids, cache, past = tokens(cfg, 2, 40), KVCache(cfg, 2, 40, dtype), transformers.DynamicCache()
@@ -106,7 +109,7 @@ def test_left_padded_batch_is_bit_equal(exported, name, dtype):
     assert torch.equal(a[mask.bool()], b[mask.bool()])
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', ['gqa','tied','odd'])
+@pytest.mark.parametrize('name', ['gqa','tied','odd','llama tied','qwen2 odd'])
 def test_greedy_tokens_are_the_same(exported, name):
     cfg = CONFIGS[name]; ours, theirs = pair(exported, cfg, F32)
     ids = tokens(cfg, 2, 5)

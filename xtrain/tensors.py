@@ -67,7 +67,7 @@ def _write(f, name, dtype, shape, t):
         if not finite(p): raise UserError(f'{name} holds NaN or infinity (after rounding to {dtype_name(dtype)}); it is not written')
         f.write(p.view(-1).view(torch.uint8).numpy())
 
-# %% ../nbs/12_tensors.ipynb #9d16730a
+# %% ../nbs/12_tensors.ipynb #e5a56bc3
 class TensorFile:
     "A safetensors file; its tensors are read when they are asked for, into memory of their own"
     def __init__(self,
@@ -80,13 +80,16 @@ class TensorFile:
 
     def read(self,
         name:str, # One of `tensors`, of a dtype in `CODES`
+        start:int=0, # First row
+        stop:int|None=None, # Row after the last
     )->Tensor:
-        "One tensor; the file is not mapped, so the memory in use is that of the tensor"
+        "One tensor, or some rows of it; the file is not mapped, so the memory in use is that of what is returned"
         with open(self.path, 'rb') as f:
             n, = struct.unpack('<Q', f.read(8))
             if self.header is None: self.header = json.loads(f.read(n))
             dtype, shape = self.tensors[name]
+            if (start, stop) != (0, None): start, stop, _ = slice(start, stop).indices(shape[0]); shape = (max(0, stop-start), *shape[1:])
             t = torch.empty(shape, dtype=CODES[dtype])
-            f.seek(8 + n + self.header[name]['data_offsets'][0])
+            f.seek(8 + n + self.header[name]['data_offsets'][0] + start*math.prod(shape[1:])*t.itemsize)
             if t.numel() and f.readinto(t.view(-1).view(torch.uint8).numpy()) != t.nbytes: raise UserError(f'{self.path} became shorter while it was read')
         return t
