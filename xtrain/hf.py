@@ -104,7 +104,7 @@ def find_weights(
         found |= {n: (file, *e) for n,e in head.items()}
     return found
 
-# %% ../nbs/31_import.ipynb #7401fd83
+# %% ../nbs/31_import.ipynb #f952a07a
 _KEYS = dict(vocab_size='vocab_size', dim='hidden_size', n_layers='num_hidden_layers', n_heads='num_attention_heads', n_kv_heads='num_key_value_heads',
     head_dim='head_dim', ffn_dim='intermediate_size', max_seq_len='max_position_embeddings')
 
@@ -132,7 +132,7 @@ def _theta(c, where)->float:
     for key in ('rope_parameters', 'rope_scaling'):
         if not (r := c.get(key)) : continue
         plain = isinstance(r, dict) and r.get('rope_type', r.get('type', 'default')) == 'default' and not set(r)-{'rope_type', 'type', 'rope_theta'}
-        if not plain: raise UserError(f'{where}: {key} is {_short(r)}; xtrain has plain RoPE only')
+        if not plain: raise UserError(f'{where}: {key} is {_short(r.get("rope_type", r.get("type", r)) if isinstance(r, dict) else r)}; xtrain has plain RoPE only')
         if 'rope_theta' in r: thetas[f'{key}.rope_theta'] = _number(r, 'rope_theta', where, f'{key}.rope_theta')
     if not thetas: raise UserError(f'{where} has no rope_theta, and engines differ in what they take instead')
     if len(set(thetas.values())) > 1: raise UserError(f'{where} names two RoPE bases: {", ".join(f"{k} {v}" for k,v in thetas.items())}')
