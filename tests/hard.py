@@ -1,5 +1,6 @@
 "Texts that are hard to tokenise, tokenizers of many kinds trained on them, and llama.cpp to ask"
 import json, random, urllib.request
+from functools import cache
 from tokenizers import AddedToken, Regex, Tokenizer as Raw, decoders as D, models, normalizers as N, pre_tokenizers as P, processors, trainers
 from xtrain.stories import Stories
 from xtrain.tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, Tokenizer, byte_chars
@@ -84,6 +85,13 @@ KINDS = { # name: (makes it, EOS, llama.cpp's name)
     'prefix': (lambda: bpe(byte_level(space=True)), '<|endoftext|>', None),
     'llama2': (_llama2, '</s>', None), 'bert': (_bert, '[SEP]', None), 'unigram': (_unigram, '</s>', None), 'odd': (_odd, '<|endoftext|>', None),
 }
+
+@cache
+def _text(name): return KINDS[name][0]().to_str()
+
+def made_raw(name):
+    "The tokenizer of that kind, as the tokenizers library has it"
+    return Raw.from_str(_text(name))
 
 class Llama:
     "llama.cpp with a GGUF file loaded, in float32 throughout"

@@ -1,11 +1,9 @@
 "GGUF: what was written is what llama.cpp reads, tokenises and computes"
-import json, os, random, resource, shutil, signal, struct, subprocess, sys, time, unicodedata
-from dataclasses import replace
+import json, os, random, signal, subprocess, sys, time, unicodedata
 from pathlib import Path
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer as Raw
-from hard import KINDS, Llama, hard
+from hard import KINDS, Llama, hard, made_raw
 gguf = pytest.importorskip('gguf')
 pytest.importorskip('xllamacpp')
 from xtrain.config import ModelConfig, UserError
@@ -117,7 +115,7 @@ def test_rows_that_are_no_blocks(tok, tmp_path):
 # How it reads text
 
 def make(name):
-    raw, eos, pre = KINDS[name][0](), *KINDS[name][1:]
+    raw, eos, pre = made_raw(name), *KINDS[name][1:]
     return Tokenizer(raw.to_str(), eos), raw, pre
 
 def tiny(tok): return TinyTransformer(ModelConfig(tok.vocab_size + 3, 32, 1, 1, 1, 32, 32, 64), seed=0)

@@ -1,12 +1,13 @@
-"Tokenizer: exact round trips, control tokens as text, streaming, damaged files, enormous pieces, odd vocabularies."
-import json, os, random, subprocess, sys, time, warnings
+"Tokenizer: exact round trips, control tokens as text, streaming, damaged files, enormous pieces, odd vocabularies, other engines, files that strangers wrote."
+import json, os, random, re, resource, subprocess, sys, time, warnings
 from pathlib import Path
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
+from hard import KINDS, hard, made_raw
 from tokenizers import Tokenizer as Raw, decoders as D, models, pre_tokenizers
 from xtrain.config import UserError
 from xtrain.stories import Stories
-from xtrain.tokenizer import QWEN2_SPLIT, Tokenizer, TokenStream, cut_long, new_raw, pre_name
+from xtrain.tokenizer import QWEN2_SPLIT, Tokenizer, TokenStream, as_qwen2, cut_long, library, new_raw, pre_name, tokenizer_files
 
 NASTY = ['', '\0', ' ', '  two before', 'two after  ', 'tab\tand\nlines\r\n', '\n\n\n\n', 'naïve vs nai\u0308ve', 'ß İ ı ǅ', '世界，你好', 'سلام', 'ทดสอบ', '😀👍🏽', '👨\u200d👩\u200d👧',
          '🏳️\u200d🌈', '❤️', 'o\u0302\u0323', '\ufeffmark', '\u200bno width', '0123 4.5 6,789,000', "don't I'LL we'Re", '<|endoftext|>', '<|im_start|>user', '    if x:\n        return y\n',
@@ -281,3 +282,201 @@ def test_cuts_are_rare_and_exact():
     for s in ('x'*5000, 'a '+'b'*2500+' c', ' '*3000+'x', '-'*2049):
         cut = cut_long(s, split)
         assert ''.join(cut) == s and len(cut) > 1 and max(len(p) for c in cut for p,_ in split(c)) <= 1025
+
+# What other engines make of it
+
+ASK = """import json, sys, warnings; warnings.simplefilter('ignore')
+import transformers; transformers.logging.set_verbosity(50)
+from transformers import AutoTokenizer
+out = {}
+texts = json.load(open(sys.argv[1]))
+for dir in sys.argv[2:]:
+    try: t = AutoTokenizer.from_pretrained(dir, local_files_only=True)
+    except Exception as e: out[dir] = repr(e); continue
+    with_, without = [t(s)['input_ids'] for s in texts], [t(s, add_special_tokens=False)['input_ids'] for s in texts]
+    out[dir] = dict(with_=with_, without=without, text=[t.decode(i) for i in without], eos=t.eos_token_id, template=t.chat_template)
+print(json.dumps(dict(version=transformers.__version__, out=out)))"""
+
+class Cfg:
+    "What `tokenizer_files` asks of a model's config"
+    def __init__(self, type): self.type, self.max_seq_len, self.qkv_bias = type, 128, type == 'qwen2'
+
+# Other versions, by hand: XTRAIN_PYTHONS=/path/a/bin/python:/path/b/bin/python pytest tests/test_tokenizer.py -k engines
+PYTHONS = [sys.executable, *filter(None, os.environ.get('XTRAIN_PYTHONS', '').split(':'))]
+
+@pytest.fixture(scope='module')
+def exports(tmp_path_factory):
+    "A directory for each kind of tokenizer and model, or why there is none"
+    home, made, refused = tmp_path_factory.mktemp('exports'), {}, {}
+    (home/'texts.json').write_text(json.dumps(hard()))
+    for name,(_, eos, _) in KINDS.items():
+        raw = made_raw(name)
+        t = Tokenizer(raw.to_str(), eos)
+        if name == 'qwen2': t.chat_template = '{{ messages }}'
+        want = [raw.encode(s) for s in hard()]
+        for type in ('qwen3', 'qwen2', 'llama'):
+            d = home/f'{name}-{type}'
+            try: files = tokenizer_files(t, Cfg(type))
+            except UserError as e: refused[d.name] = str(e); continue
+            d.mkdir()
+            for n,b in files.items(): (d/n).write_bytes(b)
+            (d/'config.json').write_text(json.dumps(dict(model_type=type, vocab_size=2000, hidden_size=32, num_attention_heads=1, num_key_value_heads=1, eos_token_id=t.eos_id, transformers_version='4.51.0')))
+            made[d.name] = t, [e.ids for e in want], [raw.encode(s, add_special_tokens=False).ids for s in hard()]
+    return home, made, refused
+
+@pytest.mark.parametrize('python', PYTHONS)
+def test_engines_read_it_as_tokenizer_json_says(exports, python):
+    "Ids of every text, with and without what the file's template adds, and the way back"
+    pytest.importorskip('transformers')
+    home, made, refused = exports
+    r = subprocess.run([python, '-c', ASK, str(home/'texts.json'), *(str(home/n) for n in made)], capture_output=True, text=True, cwd=home)
+    assert r.returncode == 0, r.stderr[-2000:]
+    r = json.loads(r.stdout)
+    for n,(t, with_, without) in made.items():
+        got = r['out'][str(home/n)]
+        assert isinstance(got, dict), f'transformers {r["version"]}, {n}: {got}'
+        for what,want in (('with_', with_), ('without', without)):
+            bad = [s for s,a,b in zip(hard(), got[what], want) if a != b]
+            assert not bad, f'transformers {r["version"]} reads {n} otherwise: {bad[:3]}'
+        assert got['eos'] == t.eos_id and got['template'] == t.chat_template
+        if t.byte_level: assert got['text'] == [t.decode(i) for i in without]
+
+def test_a_qwen2_model_takes_qwen2s_tokenizer_only(exports):
+    "transformers 5 would read another otherwise: which engine, and which text"
+    _, made, refused = exports
+    assert [n for n in made if n.endswith('-qwen2')] == ['qwen2-qwen2']
+    assert set(refused) == {f'{n}-qwen2' for n in KINDS if n != 'qwen2'}
+    for n,why in refused.items(): assert 'transformers 5' in why and '\n' not in why and re.search(r"'[^']+' would become other ids", why), why
+    assert "NFC" in refused['ours-qwen2'] and "e\\u0301" in refused['ours-qwen2']
+
+def test_transformers_really_reads_a_qwen2_directory_otherwise(exports, tmp_path):
+    "Else the refusal is for nothing"
+    transformers = pytest.importorskip('transformers')
+    t = Tokenizer(made_raw('ours').to_str(), '<|endoftext|>')
+    for n,b in tokenizer_files(t, Cfg('qwen3')).items(): (tmp_path/n).write_bytes(b)
+    (tmp_path/'config.json').write_text('{"model_type": "qwen2"}')
+    got = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert got('e\u0301')['input_ids'] == as_qwen2(t).encode('e\u0301').ids != t.encode('e\u0301')
+
+def test_templates_are_known(tmp_path):
+    for name,front,behind in (('ours', [], []), ('llama3', [0], []), ('bert', [2], [3]), ('llama2', [1], [])):
+        t = Tokenizer(made_raw(name).to_str(), KINDS[name][1])
+        assert (t.front, t.behind) == (front, behind)
+        c = json.loads(tokenizer_files(t, Cfg('qwen3'))['tokenizer_config.json'])
+        assert c['bos_token'] == (t.raw.id_to_token(front[0]) if front else None) and ('add_bos_token' in c) == (not front)
+
+def test_chat_templates_are_found(tmp_path, tok):
+    has = lambda **f: put(tmp_path, tok, **f).chat_template
+    assert has() is None and has(tokenizer_config={'chat_template': 'x'}) == 'x' and has(tokenizer_config={'chat_template': None}) is None
+    assert has(tokenizer_config={'chat_template': [{'name': 'tool', 'template': 'a'}, {'name': 'default', 'template': 'b'}]}) == 'b'
+    with pytest.raises(UserError, match='chat_template must be text'): has(tokenizer_config={'chat_template': 3})
+    (tmp_path/'chat_template.jinja').write_text('é')
+    assert has(tokenizer_config={'chat_template': 'x'}) == 'é'
+    (tmp_path/'chat_template.jinja').write_bytes(b'\xff')
+    with pytest.raises(UserError, match='chat_template.jinja: cannot read'): has()
+
+# Files that strangers wrote
+
+def test_a_panic_is_one_line(tok, capfd):
+    d = json.loads(tok.json)
+    slow = lambda p: d | dict(pre_tokenizer=dict(type='Split', pattern=dict(Regex=p), behavior='Isolated', invert=False))
+    for p in (r'(a+)+$', r'(a|aa)+$', r'(\w+\s?)*\d'):
+        t, at = Tokenizer(json.dumps(slow(p))), time.process_time()
+        for f in (t.encode, lambda s: t.encode(s, special=True), lambda s: t.encode_batch([s]*3)):
+            with pytest.raises(UserError, match='it failed at a text: Onig: Regex search error: retry-limit') as e: f('a'*200 + '!')
+            assert '\n' not in str(e.value)
+        assert time.process_time()-at < 20
+    strip = dict(type='Strip', content='x', start=2**40, stop=2**40)
+    with pytest.raises(UserError, match='range|slice|index') as e: Tokenizer(word_level(['<unk>', 'x']).replace('"decoder":null', f'"decoder":{json.dumps(strip)}')).decode([1])
+    assert 'panicked' not in capfd.readouterr().err
+
+def test_other_peoples_stderr_is_kept(capfd):
+    with library('x', 'y'): os.write(2, b'a warning')
+    assert capfd.readouterr().err == 'a warning'
+
+def bombs(d):
+    m, a = d['model'], d['added_tokens'][0]
+    double = dict(type='Replace', pattern=dict(String='a'), content='aa')
+    deep = double
+    for _ in range(100): deep = dict(type='Sequence', normalizers=[deep])
+    yield 'id 4,294,967,295', d | dict(model=m | dict(vocab=m['vocab'] | {'zzz': 2**32-1}))
+    yield 'added tokens have 3,0', d | dict(added_tokens=[a, a | dict(id=9999, content='x'*3_000_000)])
+    yield 'times longer', d | dict(normalizer=dict(type='Sequence', normalizers=[double]*40))
+    yield 'times longer', d | dict(normalizer=dict(type='Replace', pattern=dict(Regex=''), content='a'*100_000))
+    yield 'times longer', d | dict(normalizer=dict(type='Prepend', prepend='a'*100_000))
+    yield 'times longer', d | dict(pre_tokenizer=dict(type='Sequence', pretokenizers=[dict(type='ByteLevel', add_prefix_space=False, trim_offsets=False, use_regex=False)]*12))
+    yield 'times longer', d | dict(decoder=dict(type='Sequence', decoders=[double]*40))
+    yield 'rules, more than 64', d | dict(normalizer=deep)
+    yield '2,004 rules', d | dict(normalizer=dict(type='Sequence', normalizers=[dict(type='NFC')]*2000))
+    yield 'dropout is 0.1', d | dict(model=m | dict(dropout=.1))
+
+@pytest.mark.parametrize('n', range(10))
+def test_bombs_are_refused_before_they_go_off(tok, n):
+    why, d = list(bombs(json.loads(tok.json)))[n]
+    at = time.process_time()
+    with pytest.raises(UserError, match=why) as e: Tokenizer(json.dumps(d))
+    assert '\n' not in str(e.value) and len(str(e.value)) < 500 and time.process_time()-at < 5
+
+def test_files_of_absurd_size(tmp_path):
+    with open(tmp_path/'tokenizer.json', 'wb') as f: f.truncate(10**11)          # sparse: it takes no room
+    with pytest.raises(UserError, match='larger than 100,000,000 bytes'): Tokenizer.load(tmp_path)
+
+ODD = [None, True, 0, -1, 2**31, 2**32, 2**64, 1e308, .5, '', 'a', '\0', 'Ġ', 'é', '\ud800', 'x'*1000, [], {}, [[]], [1], '[', '(a+)+$', '.*', {'Regex': '(a*)*b'}, {'String': ''}, {'Regex': ''}, 'isolated', 'Removed', {'type': 'NFC'}, {'type': 'BPE'},
+    {'type': 'Sequence', 'normalizers': []}, {'type': 'Sequence', 'pretokenizers': []}, {'type': 'Sequence', 'decoders': []}, {'type': 'Replace', 'pattern': {'String': ''}, 'content': 'aa'}, {'type': 'Prepend', 'prepend': ''},
+    {'type': 'Precompiled', 'precompiled_charsmap': 'AAAA'}, {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'always'}, {'type': 'Strip', 'content': ' ', 'start': 2**40, 'stop': 2**40}, {'type': 'CTC', 'pad_token': '', 'word_delimiter_token': '', 'cleanup': True},
+    {'type': 'TemplateProcessing', 'single': [{'SpecialToken': {'id': 'a', 'type_id': 0}}], 'pair': [], 'special_tokens': {}}, {'type': 'BertProcessing', 'sep': ['a', 2**32-1], 'cls': ['b', 0]}, {'type': 'FixedLength', 'length': 0}, {'type': 'Digits', 'individual_digits': True},
+    {'direction': 'Right', 'max_length': 0, 'strategy': 'LongestFirst', 'stride': 5}, {'strategy': {'Fixed': 2**40}, 'direction': 'Left', 'pad_to_multiple_of': 0, 'pad_id': 0, 'pad_type_id': 0, 'pad_token': 'x'}]
+
+def spots(x, at=()):
+    if at: yield at
+    items = list(x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ())
+    for k,v in items[:3] + items[3:30] if len(items) <= 30 else items[:3] + items[-3:]: yield from spots(v, (*at, k))
+
+@st.composite
+def bent(draw, bases):
+    "A tokenizer.json, bent in one to three places; or a few of its bytes are others"
+    d = json.loads(draw(st.sampled_from(bases)))
+    for _ in range(draw(st.integers(1, 3))):
+        *path, key = draw(st.sampled_from(list(spots(d)) or [('model',)]))
+        try:
+            x = d
+            for k in path: x = x[k]
+            match draw(st.sampled_from(['other', 'other', 'gone', 'copy', 'more'])):
+                case 'other': x[key] = draw(st.sampled_from(ODD))
+                case 'gone': del x[key]
+                case 'copy': x[key] = json.loads(json.dumps(draw(st.sampled_from([d.get(k) for k in d] or [0]))))
+                case 'more' if isinstance(x, list): x.append(x[key])
+                case 'more': x[draw(st.sampled_from(['type', 'special', 'id', 'content', 'dropout', 'prepend_scheme', 'x']))] = draw(st.sampled_from(ODD))
+        except (KeyError, IndexError, TypeError): pass
+    b = bytearray(json.dumps(d, ensure_ascii=draw(st.booleans())).encode('utf-8', 'surrogatepass'))
+    if draw(st.integers(0, 9)) == 0:
+        for _ in range(draw(st.integers(1, 4))): b[draw(st.integers(0, len(b)-1))] = draw(st.integers(0, 255))
+    return bytes(b)
+
+@pytest.fixture(scope='module')
+def bases(): return [made_raw(n).to_str() for n in KINDS]
+
+# By hand: XTRAIN_FUZZ=10000 pytest tests/test_tokenizer.py -k fuzz
+@settings(max_examples=int(os.environ.get('XTRAIN_FUZZ', 100)), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_fuzz_tokenizer_json(bases, tmp_path_factory, data):
+    "It works, or one line says why not: no crash, no hang, no heap of memory, nothing written, nothing printed"
+    d = tmp_path_factory.getbasetemp()/'fuzz'
+    d.mkdir(exist_ok=True)
+    (d/'tokenizer.json').write_bytes(b := data.draw(bent(bases)))
+    at, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        t = Tokenizer.load(d)
+        for s in ("Hello world, 1234 don't é e\u0301 😀\n  x", 'a'*60 + '!', ''):
+            ids = t.encode(s)
+            assert all(0 <= i < t.vocab_size for i in ids) and t.encode(s) == ids
+            t.decode(ids); t.encode(s, special=True); stream(t, ids)
+        tokenizer_files(t, Cfg('qwen3')); pre_name(t)
+        try: from xtrain.gguf import why_not
+        except ImportError: pass
+        else: why_not(t)
+        try: tokenizer_files(t, Cfg('qwen2'))
+        except UserError as e: assert 'transformers 5' in str(e) or 'not a usable' in str(e)
+    except UserError as e: assert '\n' not in str(e) and len(str(e)) < 1500
+    assert time.process_time()-at < 20 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 500_000
+    assert os.listdir(d) == ['tokenizer.json'] and (d/'tokenizer.json').read_bytes() == b
