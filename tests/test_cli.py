@@ -111,11 +111,11 @@ def test_verify(home, tmp_path):
     d = json.loads(r.stdout)
     assert r.returncode == 0 and d['verdict'] in ('identical', 'near-tie'), r.stderr.decode()
     assert r.stderr == b'' and all(c['ok'] for c in d['checks'].values()) and 'held-out' in d['held_out'] and len(d['prompts']) >= 5
-    assert [e['bit_equal'] for e in d['engines']] == [True, True] and Path(d['picture']) == home/'run'/'verify.png' and (home/'run'/'verify.png').exists()
+    assert [e['bit_equal'] for e in d['engines'] if e['engine'].startswith('transformers')] == [True, True] and Path(d['picture']) == home/'run'/'verify.png' and (home/'run'/'verify.png').exists()
 
 def test_verify_says_no(home, tmp_path):
     "Another run's export: structural, exit status 1, and the table says where"
-    from xtrain.verify import plant
+    from xtrain.selftest import plant
     plant(home/'hf', tmp_path/'bad', 'gate and up swapped')
     (tmp_path/'p.txt').write_text('One day\nThe small fox\n')
     r = call('verify', home/'run', tmp_path/'bad', '--prompts', tmp_path/'p.txt', '--max-tokens', 6, '--engine', 'transformers-f32', '--picture', tmp_path/'v.png')
