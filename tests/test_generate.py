@@ -1,8 +1,8 @@
 "Prefill, decode, sampling, batches, streaming: what must hold, and what must be refused"
-import math
+import json, math, random, sys
 import pytest, torch
 from xtrain.config import ModelConfig, UserError
-from xtrain.generate import KVCache, Sampler, check_prompt, filter_logits, generate, logits_table, pick, prefill, show_table, steps, stream
+from xtrain.generate import KVCache, Sampler, Text, chat, check_prompt, filter_logits, generate, logits_table, pick, prefill, show_table, steps, stream, write
 from xtrain.model import TinyTransformer
 from xtrain.tokenizer import Tokenizer
 
@@ -261,6 +261,127 @@ def test_a_stop_string_holds_back_no_more_than_it_must(tok, teller):
     model, _ = teller
     plain, held = list(stream(model, tok, 'the cat sat', 20)), list(stream(model, tok, 'the cat sat', 20, stop=['####']))
     assert plain == held
+
+NASTY = ['plain', 'e\u0301a\u0301', '👩‍👩‍👧‍👦 family', '日本語 텍스트 ไทย', '\ufffd is a character too', 'a\x00b', '🇵🇱🇩🇪', 'x'*50, '\r\n\t ', 'ﷺ𝔘', '<|endoftext|>', '']
+
+@pytest.mark.parametrize('text', NASTY)
+def test_text_comes_whole_however_it_is_cut(tok, text):
+    "F02: joined it is the decode of all, after every number of tokens; a mark only for a character that is really cut"
+    ids = tok.encode(text)
+    for n in range(len(ids)+1):
+        t = Text(tok)
+        parts = [t.push(i) for i in ids[:n]]
+        before = ''.join(parts)
+        parts.append(t.flush())
+        assert ''.join(parts) == t.text == tok.decode(ids[:n]) and t.why == 'length' and t.ids == ids[:n]
+        assert text.startswith(before) and t.text.count('\ufffd') <= text.count('\ufffd')+1
+
+def test_a_stop_string_is_found_wherever_tokens_cut_it(tok):
+    "Against the definition: all before the earliest stop string of the whole text, never a piece of it, nothing twice"
+    rng = random.Random(0)
+    for _ in range(400):
+        text = ''.join(rng.choice(['ab', 'aab', 'the cat', 'é', '👩‍👧', ' ']) for _ in range(12))
+        stop = [''.join(rng.choice('ab é👩t') for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
+        t, ends = Text(tok, stop), []
+        shown = ''
+        for i in tok.encode(text):
+            shown += t.push(i)
+            assert not any(x in shown for x in stop)
+            first = next((n for n in range(len(t.text)+1) if any(t.text.startswith(x, n) for x in stop)), None)
+            assert t.why == 'stop' or first is None
+            if t.why: break
+        shown += t.flush()
+        cuts = [text.index(x) for x in stop if x in text]
+        # the text as it stood when the first stop string was complete
+        done = min((text.index(x)+len(x) for x in stop if x in text), default=None)
+        want = text if done is None else text[:min(c for c, x in ((text.index(x), x) for x in stop if x in text) if c+len(x) == done or c < done)]
+        assert shown == t.text and (shown == want or len(tok.encode(text[:done])) != len([*tok.encode(text)]) and text.startswith(shown) and len(shown) in cuts)
+        assert t.push(5) == t.flush() == ''
+
+def test_stop_strings_must_be_text(tok):
+    with pytest.raises(UserError, match='stop string must be text, got 5'): Text(tok, [5])
+    assert Text(tok, 'mat').stop == ['mat'] and Text(tok, ['', 'a']).stop == ['a']
+
+def test_write_is_stream_for_each(tok, teller):
+    "A batch with stop strings and ends of text: each row as if it were alone, pieces in order, and no step after the last has ended"
+    model, text = teller
+    prompts = ['the cat sat', '', 'the cat sat on the mat, the', 'the']
+    for kw in (dict(), dict(stop=['mat', 'ż']), dict(stop=['ran']), dict(temperature=1., seed=[1, 2, 3, 4])):
+        pieces = [''] * 4
+        def show(i, new): pieces[i] += new
+        got = write(model, tok, prompts, 60, show=show, **kw)
+        one = [dict(kw, seed=kw['seed'][i]) if 'seed' in kw else kw for i in range(4)]
+        assert [t.text for t in got] == pieces == [''.join(stream(model, tok, p, 60, **k)) for p,k in zip(prompts, one)]
+        assert all(t.why in ('eos', 'stop', 'length') for t in got)
+    n, inner = [], model.hidden
+    model.hidden = lambda *a, **k: n.append(1) or inner(*a, **k)
+    try: assert write(model, tok, ['the cat sat'], 60, stop=[' on'])[0].text == '' and len(n) < 10
+    finally: del model.hidden
+
+def test_random_numbers_come_in_one_order():
+    "Drawn one by one or many at once: a graph that needs them in advance writes the same text"
+    one, many = Sampler(3, 1., seed=[5, 6, 7]), Sampler(3, 1., seed=[5, 6, 7])
+    assert torch.equal(torch.cat([one.uniform(1) for _ in range(40)], 1), torch.cat([many.uniform(1), many.uniform(0), many.uniform(39)], 1))
+
+# --- chat ---
+
+CHATML = """{%- if messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role != 'system' %}
+        {{- raise_exception('who is ' + message.role + '?') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+MARKS = "{{ bos_token }}{% for m in messages %}[{{ m['role'] | upper }}] {{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}{{ {'b': 1, 'a': 'é'} | tojson }}"
+TALK = [dict(role='system', content='Be brief.'), dict(role='user', content='Hé <|im_end|> {{ 7*7 }}'), dict(role='assistant', content='<think>hm</think>\n\nYes.'), dict(role='user', content=' why? ')]
+
+@pytest.mark.parametrize('where', ['jinja', 'config', 'named', 'both'])
+@pytest.mark.parametrize('template', [CHATML, MARKS], ids=['chatml', 'marks'])
+def test_chat_is_transformers_chat(tok, tmp_path, where, template):
+    from transformers import AutoTokenizer
+    tok.save(tmp_path)
+    config = dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=dict(content='<s>', __type='AddedToken', lstrip=False, rstrip=False, normalized=False, single_word=False, special=True), eos_token='<|endoftext|>')
+    if where == 'config': config['chat_template'] = template
+    if where == 'named': config['chat_template'] = [dict(name='tool_use', template='no'), dict(name='default', template=template)]
+    if where == 'both': config['chat_template'] = 'the file beside it counts'
+    (tmp_path/'tokenizer_config.json').write_text(json.dumps(config))
+    if where in ('jinja', 'both'): (tmp_path/'chat_template.jinja').write_text(template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for talk in (TALK, TALK[1:], TALK[:2]):
+        for kw in (dict(), dict(enable_thinking=False)):
+            assert chat(tmp_path, talk, **kw) == theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, **kw)
+    assert '49' not in chat(tmp_path, TALK)     # what a user says is no program
+
+def test_a_template_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
+    def says(why, talk=TALK):
+        with pytest.raises(UserError, match=why) as e: chat(tmp_path, talk)
+        assert '\n' not in str(e.value)
+    says('has no chat template: neither chat_template.jinja nor')
+    for text in ('{"chat_template": 5}', '{}', '{"chat_template": [{"name": "x"}]}'):
+        (tmp_path/'tokenizer_config.json').write_text(text); says('has no chat template')
+    for text in ('{', '[]', '"x"', '['*100_000): (tmp_path/'tokenizer_config.json').write_text(text); says('tokenizer_config.json: cannot be read')
+    (tmp_path/'tokenizer_config.json').write_bytes(b'\xff\xfe'); says('cannot be read')
+    (tmp_path/'tokenizer_config.json').unlink()
+    f = tmp_path/'chat_template.jinja'
+    for text, why in (('{% if %}', 'TemplateSyntaxError'), ('{{ messages[9].content }}', 'UndefinedError'), ("{{ ''.__class__.__mro__ }}", 'SecurityError.*unsafe'), ("{{ raise_exception('no tools') }}", 'no tools'),
+                      ('{{ messages.append(1) }}', 'SecurityError'), ('{% for i in range(10**9) %}{% endfor %}', 'OverflowError'), ("{% include 'x' %}", 'TypeError|TemplateNotFound|no loader'), ('{{ 1/0 }}', 'ZeroDivisionError')):
+        f.write_text(text); says(f'does not take this conversation: .*({why})')
+    f.write_text(CHATML); says('who is wizard', [dict(role='wizard', content='x')])
+    with pytest.raises(UserError, match='nowhere does not exist'): chat(tmp_path/'nowhere', [])
+    monkeypatch.setitem(sys.modules, 'jinja2', None)
+    says('needs jinja2; pip install jinja2')
 
 def test_logits_table(tok, teller):
     model, _ = teller

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KVCache', 'prefill', 'filter_logits', 'pick', 'check_sampling', 'Sampler', 'check_prompt', 'steps', 'generate',
-           'stream', 'logits_table', 'show_table']
+           'Text', 'check_stop', 'stream', 'write', 'chat_template', 'chat', 'logits_table', 'show_table']
 
 # %% ../nbs/30_generate.ipynb #17fcbbc6
 import math
@@ -104,7 +104,7 @@ def check_sampling(
     if not _is(Integral, top_k) or top_k < 0: raise UserError(f'top_k must be 0 (off) or a positive whole number, got {top_k!r}')
     if not _is(Real, top_p) or not 0 <= top_p <= 1: raise UserError(f'top_p must be between 0 (the most likely token) and 1 (off), got {top_p!r}')
 
-# %% ../nbs/30_generate.ipynb #117ef33b
+# %% ../nbs/30_generate.ipynb #c189e6a9
 class Sampler:
     "Temperature, top-k, top-p, and one random generator for each row"
     def __init__(self,
@@ -123,12 +123,17 @@ class Sampler:
 
     def __call__(self, logits_BV:Tensor)->Tensor:
         "The next id of each row"
-        if not logits_BV.isfinite().all(): raise UserError('the model gave logits that are not finite: its weights are damaged, or training diverged')
+        if not logits_BV.isfinite().all(): self.refuse()
         if self.temperature == 0: return logits_BV.argmax(-1)
         x = logits_BV.double()
         x = (x - x.amax(-1, keepdim=True))/self.temperature
-        u = torch.stack([torch.rand((), generator=g, dtype=torch.double) for g in self.generators])
-        return pick(filter_logits(x, self.top_k, self.top_p), u.to(x.device))
+        return pick(filter_logits(x, self.top_k, self.top_p), self.uniform(1)[:, 0].to(x.device))
+
+    def uniform(self, n:int)->Tensor: # `(rows, n)`, float64
+        "The next `n` random numbers of each row"
+        return torch.stack([torch.rand(n, generator=g, dtype=torch.double) for g in self.generators])
+
+    def refuse(self): raise UserError('the model gave logits that are not finite: its weights are damaged, or training diverged')
 
 # %% ../nbs/30_generate.ipynb #92b10851
 def check_prompt(
@@ -149,7 +154,7 @@ def check_prompt(
 def _ids(eos_id)->list[int]:
     return [] if eos_id is None else [eos_id] if isinstance(eos_id, Integral) else list(eos_id)
 
-# %% ../nbs/30_generate.ipynb #74ce281a
+# %% ../nbs/30_generate.ipynb #3d64c737
 def steps(
     model, # A `TinyTransformer`
     prompts:list[list[int]], # Token ids of each prompt
@@ -170,14 +175,27 @@ def steps(
     device, longest = model.embed.device, max(map(len, prompts))
     ids_BT = torch.tensor([[0]*(longest-len(p)) + p for p in prompts], device=device)
     pad_B = torch.tensor([longest-len(p) for p in prompts], device=device) if any(len(p) < longest for p in prompts) else None
-    kv = KVCache(model.cfg, len(prompts), longest+max_tokens, model.dtype, device) if cache else None
-    logits_BV, done = prefill(model, ids_BT, kv, pad_B, chunk), [False]*len(prompts)
-    while True:
-        new_B = sample(logits_BV)
-        new = new_B.tolist()
+    write, done = _decode(model) if cache else None, [False]*len(prompts)
+    if write is None: write = lambda *args: _plain(*args, cache=cache)
+    for new in write(model, ids_BT, pad_B, sample, max_tokens, chunk):
         yield [None if d else i for d,i in zip(done, new)]
-        done, max_tokens = [d or i in ends for d,i in zip(done, new)], max_tokens-1
-        if all(done) or not max_tokens: return
+        done = [d or i in ends for d,i in zip(done, new)]
+        if all(done): return
+
+def _decode(model):
+    "The loop of notebook 30 decode, if it can write for this model"
+    if not model.embed.is_cuda: return None
+    from xtrain.decode import decode, why_not
+    return None if why_not(model) else decode
+
+def _plain(model, ids_BT, pad_B, sample, max_tokens, chunk, cache):
+    "The loop as it was: any device, with or without a cache"
+    kv = KVCache(model.cfg, len(ids_BT), ids_BT.shape[1]+max_tokens, model.dtype, ids_BT.device) if cache else None
+    logits_BV = prefill(model, ids_BT, kv, pad_B, chunk)
+    for left in reversed(range(max_tokens)):
+        new_B = sample(logits_BV)
+        yield new_B.tolist()
+        if not left: return
         ids_BT = new_B[:, None] if cache else torch.cat([ids_BT, new_B[:, None]], 1)
         logits_BV = prefill(model, ids_BT, kv, pad_B)
 
@@ -194,28 +212,127 @@ def generate(
         for o,i in zip(out, new): o += [] if i is None else [i]
     return out
 
-# %% ../nbs/30_generate.ipynb #e9177cb7
+# %% ../nbs/30_generate.ipynb #f7f1197b
+class Text:
+    "The text of one row as it grows; what `push` and `flush` return, joined, is `text`"
+    def __init__(self,
+        tokenizer, # Its `Tokenizer`
+        stop:Iterable[str]=(), # Texts that end it, themselves not shown
+    ):
+        from xtrain.tokenizer import TokenStream
+        self.ends, self.stop, self.pieces = set(tokenizer.stop_ids), check_stop(stop), TokenStream(tokenizer)
+        self.ids, self.text, self.shown = [], '', 0
+        self.why = None # `eos`, `stop` or `length`, when it has ended
+
+    def push(self, id:int)->str:
+        "Text that has become certain by one more id; nothing after the end"
+        if self.why: return ''
+        self.ids.append(id)
+        return self._end('eos') if id in self.ends else self._add(self.pieces.push(id))
+
+    def flush(self)->str:
+        "The rest, when no more ids come"
+        return '' if self.why else self._end('length')
+
+    def _add(self, new):
+        start, self.text = len(self.text), self.text+new
+        found = [at for s in self.stop if (at := self.text.find(s, max(0, start-len(s)+1))) >= 0]
+        if found: self.why, self.text = 'stop', self.text[:min(found)]
+        held = 0 if found else max((n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+        return self._show(len(self.text)-held)
+
+    def _show(self, end):
+        shown, self.shown = self.shown, max(self.shown, end)
+        return self.text[shown:self.shown]
+
+    def _end(self, why):
+        new = self._add(self.pieces.flush())
+        self.why = self.why or why
+        return new + self._show(len(self.text))
+
+def check_stop(stop:Iterable[str])->list[str]:
+    "Stop strings as a list; an empty one, which every text contains, stops nothing"
+    stop = [stop] if isinstance(stop, str) else list(stop)
+    if bad := [s for s in stop if not isinstance(s, str)]: raise UserError(f'a stop string must be text, got {bad[0]!r}')
+    return [s for s in stop if s]
+
+# %% ../nbs/30_generate.ipynb #cb98bb01
 def stream(
     model, # A `TinyTransformer`
     tokenizer, # Its `Tokenizer`
-    prompt:str, # The text to go on from
+    prompt:str|list[int], # The text to go on from
     max_tokens:int=50, # New tokens
     stop:Iterable[str]=(), # Texts that end it, themselves not shown
     **kwargs, # Sampling, as in `steps`; ends at `tokenizer.stop_ids`
 )->Iterator[str]: # Pieces of text; joined they are all of it
     "Generate text and show it while it grows"
-    from xtrain.tokenizer import TokenStream
-    stop, text, shown, pieces = [s for s in stop if s], '', 0, TokenStream(tokenizer)
-    found = lambda: min((at for s in stop if (at := text.find(s)) >= 0), default=None)
-    for id, in steps(model, [tokenizer.encode(prompt)], max_tokens, eos_id=tokenizer.stop_ids, **kwargs):
-        if id in tokenizer.stop_ids: break
-        text += pieces.push(id)
-        if found() is not None: break
-        sure = len(text) - max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)
-        if sure > shown: yield text[shown:sure]
-        shown = max(shown, sure)
-    text += pieces.flush()
-    if (rest := text[shown:found()]): yield rest
+    t = Text(tokenizer, stop)
+    for id, in steps(model, [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt], max_tokens, eos_id=tokenizer.stop_ids, **kwargs):
+        if (new := t.push(id)): yield new
+        if t.why: return
+    if (rest := t.flush()): yield rest
+
+def write(
+    model, # A `TinyTransformer`
+    tokenizer, # Its `Tokenizer`
+    prompts:list[str|list[int]], # Texts to go on from
+    max_tokens:int=50, # New tokens of each
+    stop:Iterable[str]=(), # Texts that end a row
+    show=None, # Called with the number of a row and a piece of its text
+    **kwargs, # Sampling, as in `steps`
+)->list[Text]: # `text`, `ids` and `why` of each
+    "Generate several texts at once"
+    texts = [Text(tokenizer, stop) for _ in prompts]
+    def say(i, new):
+        if new and show: show(i, new)
+    ids = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    for new in steps(model, ids, max_tokens, eos_id=tokenizer.stop_ids, **kwargs):
+        for i,t in enumerate(texts):
+            if new[i] is not None: say(i, t.push(new[i]))
+        if all(t.why for t in texts): break
+    for i,t in enumerate(texts): say(i, t.flush())
+    return texts
+
+# %% ../nbs/30_generate.ipynb #9d4bb62a
+def chat_template(
+    path, # A run or a directory
+)->tuple[str,dict]: # The template, and what `tokenizer_config.json` calls its special tokens
+    "Find the chat template; `UserError` if there is none"
+    import json
+    from pathlib import Path
+    path, config = Path(path), {}
+    if not path.is_dir(): raise UserError(f'{path} is not a directory' if path.exists() else f'{path} does not exist')
+    try:
+        if (f := path/'tokenizer_config.json').exists():
+            config = json.loads(f.read_text(encoding='utf-8'))
+            if not isinstance(config, dict): raise ValueError('not a JSON object')
+        named = config.get('chat_template')
+        if isinstance(named, list): named = next((t.get('template') for t in named if isinstance(t, dict) and t.get('name') == 'default'), None)
+        if (f := path/'chat_template.jinja').exists(): named = f.read_text(encoding='utf-8')
+    except (ValueError, RecursionError, OSError) as e: raise UserError(f'{f}: cannot be read ({" ".join(str(e).split())[:100]})') from None
+    if not isinstance(named, str): raise UserError(f'{path} has no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; leave out --chat to continue plain text')
+    word = lambda t: t.get('content') if isinstance(t, dict) else t
+    return named, {k: word(v) for k,v in config.items() if k.endswith('_token') and isinstance(word(v), str)}
+
+def chat(
+    path, # A run or a directory with a chat template
+    messages:list[dict], # `role` (system, user, assistant) and `content` of each
+    **kwargs, # More variables for the template
+)->str: # Encode it with `special=True`
+    "A conversation as the prompt of its next turn"
+    template, special = chat_template(path)
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError: raise UserError('a chat template needs jinja2; pip install jinja2') from None
+    import json
+    from datetime import datetime
+    def refuse(why): raise TemplateError(str(why))
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
+    env.filters['tojson'] = lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    env.globals |= dict(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    try: return env.from_string(template).render(dict(messages=messages, add_generation_prompt=True, tools=None, documents=None) | special | kwargs)
+    except Exception as e: raise UserError(f'{path}: its chat template does not take this conversation: {type(e).__name__}: {" ".join(str(e).split())[:200]}') from None
 
 # %% ../nbs/30_generate.ipynb #304323ec
 def logits_table(

@@ -1,0 +1,433 @@
+// One new token for every row of a batch: the ops of a step, made for a chain of kernels that a CUDA graph replays.
+// A step reads every weight once, so it is as fast as memory if memory never pauses. Two things keep it busy. A thread block asks for its
+// whole share of the weights before it waits for the activations (they come from the kernel before it in the stream, the weights from
+// nobody), and it lets the next kernel start at once to do the same (programmatic dependent launch; older cards than Hopper wait).
+// Rows of the batch share the weights: 16-bit types multiply by mma.sync, rows of the batch against 8 rows of the weights, so one row costs
+// as much as eight; float32 multiplies in float32. Sums have a fixed order that does not depend on the batch: a row has the same bits in any.
+#include "decode.cuh"
+#include <algorithm>
+
+#ifdef __CUDACC__
+#ifndef SHARE
+#define SHARE 2
+#endif
+// --- y = norm(x) @ w -------------------------------------------------------------------------------------------------------------------
+
+struct Product {
+    const void *x, *gain;             // [B, K]; [K] of the norm before it
+    const void *w[3];                 // matrices [rows, K], one below the other (for SWIGLU the gate's and the other)
+    const void *bias[3];
+    int end[3];                       // where each one's rows end
+    void* y;                          // [B, N]
+    float2* best;                     // LOGITS: largest logit of each block and its id, [B, blocks]
+    int* bad;                         // LOGITS: set where a logit is not finite
+    int B, K, N, quarter;             // units in a quarter of the ring
+    float eps;
+    bool late;                        // let the next kernel start only when the one before is over
+};
+
+// The eight warps share the columns of x and w: warp i has blocks i, i+8, ... of 64 bytes. A `unit` is one such block of NT tiles of 8 rows, 16
+// bytes a tile and thread; units stream through a ring in shared memory in which every thread reads just what it asked for itself.
+template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(THREADS, NB == 1 ? SHARE : 1) product_kernel(const __grid_constant__ Product p) {
+    constexpr int E = 16 / sizeof(T), MT = (NB + 1) / 2, OUT = MODE == SWIGLU ? NT / 2 : NT, ROWS = 8 * NB;
+    constexpr bool NORM = MODE != ADD, HALF = sizeof(T) == 2;
+    constexpr int XS = HALF ? NB : 8;                                          // 16-byte pieces of x for a unit
+    constexpr int KS = !HALF ? 1 : NORM ? 4 : NB == 1 ? 12 : 8;                // units whose x is in registers
+    constexpr int CHAINS = NT == 1 ? 2 : 1, LINE = NT * 8 + 8;                 // floats between two rows of `red`, so that neither side meets a bank twice
+    extern __shared__ __align__(16) unsigned char smem[];
+    float* red = reinterpret_cast<float*>(smem);                               // [WARPS][ROWS][LINE]
+    __shared__ float squared[WARPS][ROWS];
+    uint4* ring = reinterpret_cast<uint4*>(smem + sizeof(float) * WARPS * ROWS * LINE) + threadIdx.x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int K = p.K, N = p.N, steps = (K + 32 * E - 1) / (32 * E), groups = (N + 8 * OUT - 1) / (8 * OUT), b0 = blockIdx.y * ROWS;
+    const int units = (groups - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x * steps;
+    if (!p.late) done();
+
+    const T* rows[NT];
+    int loaded = 0, load_step = 0, load_group = blockIdx.x, load_slot = 0;
+    const auto load_unit = [&] {
+        if (loaded++ >= units) return;
+        if (load_step == 0)
+#pragma unroll
+            for (int i = 0; i < NT; i++) {
+                int r = (load_group * OUT + i % OUT) * 8 + g, m = MODE == SWIGLU ? i / OUT : 0;
+                const bool in = r < N;
+                if (MODE == STORE && r >= p.end[0]) m = r >= p.end[1] ? 2 : 1, r -= p.end[m - 1];
+                rows[i] = in ? static_cast<const T*>(p.w[m]) + (int64_t)r * K + t * E : nullptr;
+            }
+        const int k = (load_step * WARPS + warp) * 4 * E;
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            const bool in = rows[i] && k + t * E < K;
+            copy_or_zero(ring + (load_slot * NT + i) * THREADS, in ? rows[i] + k : p.w[0], in);
+        }
+        if (++load_step == steps) load_step = 0, load_group += gridDim.x;
+        if (++load_slot == 4 * p.quarter) load_slot = 0;
+    };
+    for (int q = 0; q < 4; q++) {
+        for (int u = 0; u < p.quarter; u++) load_unit();
+        copy_commit();
+    }
+    uint4 gains[KS];
+    const auto load_gains = [&](int s0) {
+#pragma unroll
+        for (int s = 0; s < KS; s++) {
+            const int k = ((s0 + s) * WARPS + warp) * 4 * E + t * E;
+            gains[s] = s0 + s < steps && k < K ? __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.gain) + k)) : uint4{};
+        }
+    };
+    if constexpr (NORM) load_gains(0);
+    wait_for_previous();
+    if (p.late) done();
+
+    uint4 xs[KS][XS];
+    const auto load_x = [&](int s0) {
+#pragma unroll
+        for (int s = 0; s < KS; s++) {
+            const int k = ((s0 + s) * WARPS + warp) * 4 * E + t * E;
+#pragma unroll
+            for (int i = 0; i < XS; i++) {
+                const int b = b0 + (HALF ? 8 * i + g : i);
+                xs[s][i] = b < p.B && s0 + s < steps && k < K ? load_fresh(static_cast<const T*>(p.x) + (int64_t)b * K + k) : uint4{};
+            }
+        }
+    };
+    load_x(0);
+    float r[XS];
+    if constexpr (NORM) {
+        float ss[XS] = {};
+        for (int s0 = 0; s0 < steps; s0 += KS) {
+            if (s0) load_x(s0);
+#pragma unroll
+            for (int s = 0; s < KS; s++)
+#pragma unroll
+                for (int i = 0; i < XS; i++) ss[i] += squares<T>(xs[s][i]);
+        }
+#pragma unroll
+        for (int i = 0; i < XS; i++) {
+            ss[i] = lane_sum(ss[i], 4);
+            if (HALF ? t == 0 : lane == 0) squared[warp][HALF ? 8 * i + g : i] = ss[i];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < XS; i++) {
+            float s = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) s += squared[w][HALF ? 8 * i + g : i];
+            r[i] = __frsqrt_rn(s / K + p.eps);
+        }
+    }
+    const auto apply_norm = [&] {
+        if constexpr (NORM)
+#pragma unroll
+            for (int s = 0; s < KS; s++)
+#pragma unroll
+                for (int i = 0; i < XS; i++) xs[s][i] = normed<T>(xs[s][i], r[i], gains[s]);
+    };
+    if (NORM && steps > KS) load_x(0);
+    apply_norm();
+
+    float best[NB];
+    int best_id[NB];
+#pragma unroll
+    for (int i = 0; i < NB; i++) best[i] = -INFINITY, best_id[i] = 0x7fffffff;
+    bool finite = true;
+    int in_quarter = 0, slot = 0;
+    bool have = true;                                                          // xs holds unit 0 and those after it
+    for (int group = blockIdx.x; group < groups; group += gridDim.x) {
+        float acc[NT][HALF ? MT * CHAINS : 2][4] = {};
+        for (int s0 = 0; s0 < steps; s0 += KS) {
+            if (!have) {
+                if constexpr (NORM) load_gains(s0);
+                load_x(s0);
+                apply_norm();
+            }
+            have = steps <= KS;
+#pragma unroll
+            for (int s = 0; s < KS; s++) {
+                if (s0 + s >= steps) break;
+                if (in_quarter == 0) copy_wait<3>();
+#pragma unroll
+                for (int i = 0; i < NT; i++) {
+                    const uint4 w = ring[(slot * NT + i) * THREADS];
+                    if constexpr (HALF)
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            const uint4 a = xs[s][2 * m], b = 2 * m + 1 < NB ? xs[s][2 * m + 1 < NB ? 2 * m + 1 : 0] : uint4{};
+                            mma(acc[i][m * CHAINS], a.x, b.x, a.y, b.y, w.x, w.y);
+                            mma(acc[i][m * CHAINS + CHAINS - 1], a.z, b.z, a.w, b.w, w.z, w.w);
+                        }
+                    else {
+                        const auto wv = as_vec<T>(w);
+#pragma unroll
+                        for (int b = 0; b < 8; b++) {
+                            const auto xv = as_vec<T>(xs[s][b]);
+#pragma unroll
+                            for (int e = 0; e < E; e++) acc[i][b / 4][b % 4] = fmaf(xv[e], wv[e], acc[i][b / 4][b % 4]);
+                        }
+                    }
+                }
+                if (++slot == 4 * p.quarter) slot = 0;
+                if (++in_quarter == p.quarter) {
+                    in_quarter = 0;
+                    if (loaded < units)
+                        for (int u = 0; u < p.quarter; u++) load_unit();
+                    copy_commit();
+                }
+            }
+        }
+        // The warps' shares, one after the other
+        float* to = red + warp * ROWS * LINE;
+#pragma unroll
+        for (int i = 0; i < NT; i++)
+            if constexpr (HALF)
+#pragma unroll
+                for (int m = 0; m < NB; m++) {
+                    const float *c = acc[i][m / 2 * CHAINS] + m % 2 * 2, *d = acc[i][m / 2 * CHAINS + CHAINS - 1] + m % 2 * 2;
+                    if (b0 + 8 * m + g < p.B) *reinterpret_cast<float2*>(to + (8 * m + g) * LINE + i * 8 + 2 * t) = CHAINS == 2 ? float2{c[0] + d[0], c[1] + d[1]} : float2{c[0], c[1]};
+                }
+            else
+#pragma unroll
+                for (int b = 0; b < 8; b++) {
+                    const float v = lane_sum(acc[i][b / 4][b % 4], 4);
+                    if (t == 0) to[b * LINE + i * 8 + g] = v;
+                }
+        __syncthreads();
+        const auto total = [&](int tile, int n, int b) {
+            float s = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) s += red[(w * ROWS + b) * LINE + tile * 8 + n];
+            return s;
+        };
+#pragma unroll
+        for (int it = 0; it < (OUT * 8 * ROWS + THREADS - 1) / THREADS; it++) {
+            const int e = threadIdx.x + it * THREADS, b = e / (8 * OUT), tile = e % (8 * OUT) / 8, n = group * 8 * OUT + e % (8 * OUT);
+            if (b >= ROWS || b0 + b >= p.B || n >= N) continue;
+            float v = total(tile, e % 8, b);
+            if (MODE == STORE) {
+                const int m = n < p.end[0] ? 0 : n < p.end[1] ? 1 : 2;
+                if (p.bias[m]) v += to_float(static_cast<const T*>(p.bias[m])[m ? n - p.end[m - 1] : n]);
+            }
+            v = round_to<T>(v);
+            const int64_t o = (int64_t)(b0 + b) * N + n;
+            T* y = static_cast<T*>(p.y);
+            if (MODE == STORE) y[o] = from_float<T>(v);
+            if (MODE == ADD) y[o] = from_float<T>(one_fresh(y + o) + v);
+            if (MODE == SWIGLU) {
+                const float u = round_to<T>(total(tile + OUT, e % 8, b));
+                y[o] = from_float<T>(v / (1.f + expf(-v)) * u);
+            }
+            if (MODE == LOGITS) {
+                y[o] = from_float<T>(v);
+                finite = finite && fabsf(v) < INFINITY;
+                if (v > best[it]) best[it] = v, best_id[it] = n;               // ids grow: the first of equals stays
+            }
+        }
+        __syncthreads();
+    }
+    if constexpr (MODE == LOGITS) {
+        static_assert(OUT == 4);                                               // a warp has one row of the batch at a time
+        if (!finite) *p.bad = 1;
+#pragma unroll
+        for (int it = 0; it < NB; it++) {
+#pragma unroll
+            for (int o = 16; o; o >>= 1) {
+                const float v = __shfl_xor_sync(~0u, best[it], o);
+                const int id = __shfl_xor_sync(~0u, best_id[it], o);
+                if (v > best[it] || (v == best[it] && id < best_id[it])) best[it] = v, best_id[it] = id;
+            }
+            const int b = b0 + warp + it * WARPS;
+            if (lane == 0 && b < p.B) p.best[(int64_t)b * gridDim.x + blockIdx.x] = {best[it], __int_as_float(best_id[it])};
+        }
+    }
+}
+
+// --- attention ---------------------------------------------------------------------------------------------------------------------------
+// A block takes `per` cuts, one after the other. Keys and values that earlier steps wrote are asked for before the projections are there, and the next
+// cut's while this one is computed; each thread reads back just what it asked for.
+template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) attend_kernel(const __grid_constant__ Attend p, int per) {
+    using A = Attention<T, G, L>;
+    extern __shared__ __align__(16) unsigned char smem[];
+    __shared__ typename A::Shared shared;
+    done();
+    A a(p);
+    if (!a.begin(blockIdx.z, blockIdx.y, blockIdx.x * per)) return;
+    const int first = a.cut, end = min(first + per, a.used);
+    uint4* ring = reinterpret_cast<uint4*>(smem + (size_t)(G + 2) * p.D * sizeof(T) + (size_t)WARPS * G * p.D * 4) + threadIdx.x; // [1 or 2][keys][K, V][THREADS]
+    const auto tile = [&](int cut) { return ring + (cut - first) % 2 * (2 * A::KEYS * THREADS); };
+    const auto load = [&](int cut) {
+#pragma unroll
+        for (int kv = 0; kv < 2; kv++) {
+            const T* from = static_cast<const T*>(kv ? p.v : p.k) + a.base;
+            if (cut < end)
+#pragma unroll
+                for (int n = 0; n < A::KEYS; n++) {
+                    const int j = cut * CUT + n * A::SUBS + a.sub;
+                    const bool in = j < a.at && j >= a.pad && a.c < a.chunks;
+                    copy_or_zero(tile(cut) + (2 * n + kv) * THREADS, in ? from + (int64_t)j * p.D + a.c * A::E : from, in);
+                }
+            copy_commit();
+        }
+    };
+    const auto sync = [] { __syncthreads(); };
+    load(first);
+    a.tables();
+    wait_for_previous();
+    a.prepare(smem, end == a.used, sync);
+    for (; a.cut < end; a.cut++) {
+        load(a.cut + 1);
+        a.answer(smem, shared, sync, [](int kv) { if (kv) copy_wait<2>(); else copy_wait<3>(); }, [&](int n, int kv) { return tile(a.cut)[(2 * n + kv) * THREADS]; });
+        if (a.cut + 1 < end) __syncthreads();
+    }
+    a.finish(shared, end - first, sync);
+}
+
+// --- the next token ----------------------------------------------------------------------------------------------------------------------
+// One block for each row: which id, a note of it at its place in the log, one position further, and its row of the embedding.
+template <class T> __global__ void __launch_bounds__(THREADS) advance_kernel(const float2* best, int parts, int64_t* ids, const T* embed, int64_t* log, int* at, T* x, int S, int K, int V) {
+    __shared__ float tops[WARPS];
+    __shared__ int which[WARPS];
+    const int b = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int id = 0x7fffffff;
+    if (best) {
+        float top = -INFINITY;
+        for (int i = threadIdx.x; i < parts; i += THREADS) {
+            const float2 f = __ldcg(best + (int64_t)b * parts + i);
+            const int n = __float_as_int(f.y);
+            if (f.x > top || (f.x == top && n < id)) top = f.x, id = n;
+        }
+#pragma unroll
+        for (int o = 16; o; o >>= 1) {
+            const float v = __shfl_xor_sync(~0u, top, o);
+            const int n = __shfl_xor_sync(~0u, id, o);
+            if (v > top || (v == top && n < id)) top = v, id = n;
+        }
+        if (lane == 0) tops[warp] = top, which[warp] = id;
+        __syncthreads();
+        top = tops[0], id = which[0];
+        for (int w = 1; w < WARPS; w++)
+            if (tops[w] > top || (tops[w] == top && which[w] < id)) top = tops[w], id = which[w];
+    } else id = (int)ids[b];
+    id = min(max(id, 0), V - 1);                                               // logits that are not finite: said elsewhere
+    const int next = min(at[b] + 1, S - 1);
+    __syncthreads();
+    if (threadIdx.x == 0) ids[b] = id, log[(int64_t)b * S + next] = id, at[b] = next;
+    constexpr int E = 16 / sizeof(T);
+    for (int k = threadIdx.x; k < K / E; k += THREADS)
+        reinterpret_cast<uint4*>(x)[(int64_t)b * (K / E) + k] = __ldg(reinterpret_cast<const uint4*>(embed) + (int64_t)id * (K / E) + k);
+}
+
+template <class T, int NB, int NT, int MODE> void launch_product(Product& p, int blocks, cudaStream_t s) {
+    constexpr int OUT = MODE == SWIGLU ? NT / 2 : NT, UNIT = NT * THREADS * 16, RED = 4 * WARPS * 8 * NB * (NT * 8 + 8);
+    const int steps = (int)ceil_div(p.K, 32 * (16 / sizeof(T))), groups = (int)ceil_div(p.N, 8 * OUT), limit = smem_limit() - 2048 - RED;
+    if (blocks > groups) blocks = groups;
+    const int units = (int)ceil_div(groups, blocks) * steps, room = (MODE == LOGITS ? 64 << 10 : 104 << 10);
+    p.quarter = (int)ceil_div(units, 4);
+    const int most = (limit < room ? limit : room) / (4 * UNIT);
+    if (p.quarter > most) p.quarter = most < 1 ? 1 : most;
+    launch_chained(product_kernel<T, NB, NT, MODE>, dim3(blocks, (unsigned)ceil_div(p.B, 8 * NB)), RED + 4 * p.quarter * UNIT, s, p);
+}
+template <int NT, int MODE> void run_product(const Tensor& x, Product& p, int blocks) {
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const cudaStream_t s = stream_of(x);
+    if (x.scalar_type() == ScalarType::Float) {
+        if constexpr (NT <= 4) launch_product<float, 1, NT, MODE>(p, blocks, s);
+    } else {
+        STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "decode: dtype must be float32 or bfloat16");
+        if (p.B <= 8) launch_product<bf16, 1, NT, MODE>(p, blocks, s);
+        else launch_product<bf16, 4, NT, MODE>(p, blocks, s);
+    }
+    check_launch("decode");
+}
+inline Product product_of(const Tensor& x, const Tensor& y, double eps) {
+    Product p{};
+    p.x = x.const_data_ptr(); p.y = y.mutable_data_ptr(); p.B = (int)x.size(0); p.K = (int)x.size(1); p.N = (int)y.size(1); p.eps = (float)eps;
+    return p;
+}
+
+// y = norm(x) @ [wq, wk, wv] (+ biases); matrices are [out, in]; an empty tensor is none
+void project(const Tensor& x, const Tensor& gain, const Tensor& wq, const Tensor& wk, const Tensor& wv, const Tensor& bq, const Tensor& bk, const Tensor& bv, Tensor& y, double eps, bool late) {
+    Product p = product_of(x, y, eps);
+    p.gain = gain.const_data_ptr(); p.late = late;
+    p.w[0] = wq.const_data_ptr(); p.w[1] = wk.const_data_ptr(); p.w[2] = wv.const_data_ptr();
+    p.bias[0] = data(bq); p.bias[1] = data(bk); p.bias[2] = data(bv);
+    p.end[0] = (int)wq.size(0); p.end[1] = p.end[0] + (int)wk.size(0); p.end[2] = p.N;
+    run_product<4, STORE>(x, p, sm_count());
+}
+// h += x @ w
+void project_add(const Tensor& x, const Tensor& w, Tensor& h) {
+    Product p = product_of(x, h, 0);
+    p.w[0] = w.const_data_ptr();
+    run_product<1, ADD>(x, p, sm_count());
+}
+// y = silu(norm(x) @ gate) * (norm(x) @ up)
+void feed(const Tensor& x, const Tensor& gain, const Tensor& gate, const Tensor& up, Tensor& y, double eps) {
+    Product p = product_of(x, y, eps);
+    p.gain = gain.const_data_ptr(); p.w[0] = gate.const_data_ptr(); p.w[1] = up.const_data_ptr();
+    if (smem_limit() > 160 << 10 && x.scalar_type() == ScalarType::BFloat16) run_product<6, SWIGLU>(x, p, sm_count());
+    else run_product<2, SWIGLU>(x, p, sm_count());
+}
+// y = norm(x) @ w, the best of each block in `best` [B, blocks, 2]; `bad` becomes 1 if one is not finite
+void logits(const Tensor& x, const Tensor& gain, const Tensor& w, Tensor& y, Tensor& best, Tensor& bad, double eps) {
+    Product p = product_of(x, y, eps);
+    p.gain = gain.const_data_ptr(); p.w[0] = w.const_data_ptr();
+    p.best = (float2*)best.mutable_data_ptr(); p.bad = (int*)bad.mutable_data_ptr();
+    const int groups = (int)ceil_div(p.N, 32);
+    STD_TORCH_CHECK(best.size(1) <= groups, "decode: more parts of `best` than groups of rows");
+    run_product<4, LOGITS>(x, p, (int)best.size(1));
+}
+void attend(const Tensor& qkv, const Tensor& q_gain, const Tensor& k_gain, const Tensor& cos, const Tensor& sin, Tensor& k, Tensor& v, const Tensor& at, const Tensor& pad, Tensor& part, Tensor& arrived, Tensor& y, double eps) {
+    torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
+    const Attend p = attend_of(qkv, q_gain, k_gain, cos, sin, k, v, at, pad, part, arrived, y, eps);
+    const cudaStream_t s = stream_of(qkv);
+    const int group = p.H / p.Hkv, chunks = p.D * (qkv.scalar_type() == ScalarType::Float ? 4 : 2) / 16;
+    const auto go = [&](auto t, auto g, auto l) {
+        using T = decltype(t);
+        constexpr int G = decltype(g)::value, L = decltype(l)::value;
+        const int heads = (int)(p.Hkv * ceil_div(group, G)), blocks = 3 * sm_count(), per = (int)std::min<int64_t>(p.cuts, ceil_div((int64_t)p.cuts * heads * p.B, blocks));
+        launch_chained(attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, per), heads, p.B), Attention<T, G, L>::bytes(p.D) + (size_t)(per > 1 ? 2 : 1) * CUT * L * 2 * 16, s, p, per);
+    };
+    const auto pick = [&](auto t, auto l) {
+        if (group == 1) go(t, std::integral_constant<int, 1>{}, l);
+        else if (group == 2) go(t, std::integral_constant<int, 2>{}, l);
+        else go(t, std::integral_constant<int, 4>{}, l);
+    };
+    const auto with = [&](auto t) {
+        if (chunks <= 16) pick(t, std::integral_constant<int, 16>{});
+        else pick(t, std::integral_constant<int, 32>{});
+    };
+    if (qkv.scalar_type() == ScalarType::Float) with(float{});
+    else with(bf16{});
+    check_launch("decode attention");
+}
+// The next token of each row: from `best`, or, where that is empty, what `ids` holds
+void advance(const Tensor& best, Tensor& ids, const Tensor& embed, Tensor& log, Tensor& at, Tensor& x) {
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const int parts = best.numel() ? (int)best.size(1) : 0, S = (int)log.size(1), K = (int)x.size(1), V = (int)embed.size(0);
+    const auto go = [&](auto t) {
+        using T = decltype(t);
+        advance_kernel<T><<<(unsigned)x.size(0), THREADS, 0, stream_of(x)>>>((const float2*)data(best), parts, (int64_t*)ids.mutable_data_ptr(), (const T*)embed.const_data_ptr(),
+                                                                             (int64_t*)log.mutable_data_ptr(), (int*)at.mutable_data_ptr(), (T*)x.mutable_data_ptr(), S, K, V);
+    };
+    if (x.scalar_type() == ScalarType::Float) go(float{});
+    else go(bf16{});
+    check_launch("decode advance");
+}
+STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {
+    m.impl("project", TORCH_BOX(&project));
+    m.impl("project_add", TORCH_BOX(&project_add));
+    m.impl("feed", TORCH_BOX(&feed));
+    m.impl("logits", TORCH_BOX(&logits));
+    m.impl("attend", TORCH_BOX(&attend));
+    m.impl("advance", TORCH_BOX(&advance));
+}
+#endif
+
+STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
+    m.def("project(Tensor x, Tensor gain, Tensor wq, Tensor wk, Tensor wv, Tensor bq, Tensor bk, Tensor bv, Tensor(a!) y, float eps, bool late) -> ()");
+    m.def("project_add(Tensor x, Tensor w, Tensor(a!) h) -> ()");
+    m.def("feed(Tensor x, Tensor gain, Tensor gate, Tensor up, Tensor(a!) y, float eps) -> ()");
+    m.def("logits(Tensor x, Tensor gain, Tensor w, Tensor(a!) y, Tensor(b!) best, Tensor(c!) bad, float eps) -> ()");
+    m.def("attend(Tensor qkv, Tensor q_gain, Tensor k_gain, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor at, Tensor pad, Tensor(c!) part, Tensor(d!) arrived, Tensor(e!) y, float eps) -> ()");
+    m.def("advance(Tensor best, Tensor(a!) ids, Tensor embed, Tensor(b!) log, Tensor(c!) at, Tensor(d!) x) -> ()");
+}
