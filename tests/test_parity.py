@@ -133,7 +133,7 @@ def test_every_gradient(exported, name):
     assert len(rows) == len(params) == len(cfg.shapes())
     for o,h,transposed in rows:
         g, want = ours.params()[o].grad, params[h].grad.t() if transposed else params[h].grad
-        assert (g-want).norm() <= 1e-5*want.norm(), (o, ((g-want).norm()/want.norm()).item())
+        assert (g-want).norm() <= (1e-4 if o.endswith('bk') else 1e-5)*want.norm(), (o, ((g-want).norm()/want.norm()).item())     # A key's bias: nearly all of its gradient cancels in softmax
 
 def test_bfloat16_gradients_are_as_good_as_theirs(exported):
     _, exact = pair(exported, BASE, F32); ours, theirs = pair(exported, BASE, BF16)
