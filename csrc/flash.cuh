@@ -134,12 +134,12 @@ template <class Impl> std::tuple<Tensor, Tensor, Tensor> flash_backward(const Te
     torch::stable::accelerator::DeviceGuard guard(q_.get_device_index());
     const Tensor q = readable(q_, Impl::VEC), k = readable(k_, Impl::VEC), v = readable(v_, Impl::VEC), g = readable(g_, Impl::VEC);
     Tensor dq = empty_as(q, heads_inside(q_)), dk = empty_as(k, heads_inside(k_)), dv = empty_as(v, heads_inside(v_));
-    Tensor delta = torch::stable::new_empty(q, {q.size(0), q.size(1), 2 * ceil_div(q.size(2), 64) * 64}, ScalarType::Float); // room for two numbers of padded rows
     std::optional<Tensor> gl;
     if (g_lse) gl = torch::stable::contiguous(*g_lse);
     Flash f = problem(q, k, v, pad, key_runs, query_runs, causal, scale);
+    Tensor scratch = torch::stable::new_empty(q, {Impl::backward_scratch(f)}, ScalarType::Float);
     f.o = rows_of(o), f.g = rows_of(g), f.dq = rows_of(dq), f.dk = rows_of(dk), f.dv = rows_of(dv);
-    f.lse = (float*)lse.const_data_ptr(), f.delta = (float*)delta.mutable_data_ptr(), f.g_lse = gl ? (const float*)gl->const_data_ptr() : nullptr;
+    f.lse = (float*)lse.const_data_ptr(), f.delta = (float*)scratch.mutable_data_ptr(), f.g_lse = gl ? (const float*)gl->const_data_ptr() : nullptr;
     if (dq.numel() || dk.numel()) Impl::dispatch(q.scalar_type(), f, true, stream_of(q));
     check_launch("flash backward");
     return {dq, dk, dv};

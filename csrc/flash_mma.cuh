@@ -321,6 +321,12 @@ struct Mma {
         const int cuts = cuts_of(f, Cut<HEAD_DIM>::KEYS);
         return few(f) && cuts > 1 ? (int64_t)f.B * f.H * f.T * cuts * (HEAD_DIM + 1) : 0;
     }
+    static int64_t backward_scratch(const Flash& f) {
+#ifdef HOPPER
+        if (is_sm90()) return backward_sm90_scratch<HOPPER>(f);
+#endif
+        return (int64_t)f.B * f.H * f.T;
+    }
     template <class T> static void forward(const Flash& f, cudaStream_t s) {
         if (few(f)) return decode<T, HEAD_DIM>(f, s);
 #ifdef HOPPER
@@ -342,7 +348,7 @@ struct Mma {
     template <class T> static void run(const Flash& f, bool back, cudaStream_t s) {
         if (!back) return forward<T>(f, s);
 #ifdef HOPPER
-        if (backward_sm90_run<T, HOPPER>(f, (float2*)f.delta, s)) return;
+        if (backward_sm90_run<T, HOPPER>(f, f.delta, s)) return;
 #endif
         run_delta<T>(f, true, s);
         if constexpr (HEAD_DIM <= 128) backward<T, Z::KM, Z::KN, Z::KW, true, true, true>(f, s);

@@ -173,6 +173,7 @@ template <class T, int DB, int R, bool KEYS> __global__ void __launch_bounds__(2
 struct Plain {
     static constexpr bool VEC = false;
     static int64_t scratch(const Flash&) { return 0; }
+    static int64_t backward_scratch(const Flash& f) { return (int64_t)f.B * f.H * f.T; }
     template <class T, int DB, int RF, int RB> static void run(const Flash& f, bool back, cudaStream_t s) {
         if (!back) {
             constexpr int N = 16 * RF, bytes = (2 * N * PITCH<DB> + N * (N + 1)) * 4;

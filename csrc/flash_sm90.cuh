@@ -53,7 +53,7 @@ template <int N> __device__ __forceinline__ void pin(uint32_t (&x)[N][4]) {
 #define R32 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
 #define R64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
     "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-// d (64 rows by 8 N columns) = or += a b, 16 deep: a in shared memory and b's rows along N; or a in registers and b's rows along the depth
+// d (64 rows by 8 N columns) = or += a b, 16 deep. nt: a in shared memory, b's rows along N; tt: both in shared memory, rows along the depth; nn: a in registers, b's rows along the depth
 template <class T> struct Wgmma;
 #define WGMMA(T, NAME)                                                                                                                                         \
     template <> struct Wgmma<T> {                                                                                                                              \
@@ -63,6 +63,10 @@ template <class T> struct Wgmma;
         }                                                                                                                                                      \
         static __device__ __forceinline__ void nt(float (&d)[8][4], uint64_t a, uint64_t b, int add) {                                                         \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " R32 ", %32, %33, p, 1, 1, 0, 0;\n}" \
+                         : ACC16(d, 0), ACC16(d, 4) : "l"(a), "l"(b), "r"(add));                                                                               \
+        }                                                                                                                                                      \
+        static __device__ __forceinline__ void tt(float (&d)[8][4], uint64_t a, uint64_t b, int add) {                                                         \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " R32 ", %32, %33, p, 1, 1, 1, 1;\n}" \
                          : ACC16(d, 0), ACC16(d, 4) : "l"(a), "l"(b), "r"(add));                                                                               \
         }                                                                                                                                                      \
         static __device__ __forceinline__ void nn(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {                                                     \
@@ -241,70 +245,101 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
 #endif
 }
 
-// The backward, twice: the block owns 128 keys and walks over tiles of 64 queries of all heads in the group, for dk and dv; or it owns 128 queries and walks over keys, for dq.
-//   s = own1 x1^T   p = exp(s - lse)   d2 += p x2   dp = own2 x2^T   ds = p (dp - delta)   d1 += ds x1          (own1, own2, x1, x2): k, v, q, g or q, g, k, v
-// A tile in shared memory is a right factor both ways: its rows along the product's N for s and dp, along its depth for d1 and d2.
-template <class T, int D, int BN, bool KEYS> __global__ void __launch_bounds__(384, 1)
-    backward_sm90(const __grid_constant__ CUtensorMap map_own1, const __grid_constant__ CUtensorMap map_own2, const __grid_constant__ CUtensorMap map_x1, const __grid_constant__ CUtensorMap map_x2,
-                  const Flash f, const float2* stats, int padded, int section) {
+// The backward in one pass: five products. A block owns 128 keys and walks over tiles of BN queries, for all heads of the group, for dk and dv. dq needs ds of both warpgroups: ds goes
+// through shared memory, the product for dq comes a step late, when the other's ds has long been written, and two more warps beside the copier add its parts to memory.
+//   s = k q^T   p = exp(s - lse)   dv += p g   dp = v g^T   ds = p (dp - delta)   dk += ds q   dq += ds^T k
+// Every tile of dq is added up in one order, keys ascending; `turn` says whose turn it is. Blocks take the owners of keys in that order, too, the first keys (with a causal mask the heaviest)
+// of all heads first, and walk from the last queries up. So nobody waits for a block that has not begun, and seldom for one that has.
+template <int D> struct One {
+    static constexpr int BM = 128, BN = 8192 / D, OWN = BM * D * 2, TILE = BN * D * 2, DS = BM * BN * 2, PART = BN * D * 4, STAGES = 2;
+    static constexpr int TILES = 2 * OWN + 2 * STAGES * TILE + 2 * DS + 2 * PART, BYTES = TILES + STAGES * BN * 8 + 3 * 8 + (8 + 3 * STAGES) * 8;
+};
+constexpr int FIRST = 1 << 30, NOBODY = 1 << 31; // in `turn`: nothing has been added yet; nobody sees this tile
+template <class T, int D> __global__ void __launch_bounds__(384, 1)
+    backward_one_sm90(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_g,
+                      const Flash f, const float2* stats, int padded, float* acc, int* turn, int* next) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int BM = 128, NT = BN / 8, SLABS = D / 64, STAGES = 2, OWN = BM * D * 2, TILE = BN * D * 2, STATS = KEYS ? BN * 8 : 0;
-    extern __shared__ char raw[];
-    __shared__ uint64_t bars[2 + 4 * STAGES];
-    __shared__ __align__(16) float2 columns[STAGES][KEYS ? BN : 2]; // lse in units of log 2, and delta, of each query of a stage
-    const uint32_t own1 = (__cvta_generic_to_shared(raw) + 1023) & ~1023, own2 = own1 + OWN, x1 = own2 + OWN, x2 = x1 + STAGES * TILE;
-    const uint32_t bar = __cvta_generic_to_shared(bars), own_full = bar, own_free = bar + 8, x1_full = bar + 16, x2_full = x1_full + 8 * STAGES, x_free = x2_full + 8 * STAGES;
-    const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, n_own = KEYS ? f.S : f.T, heads = KEYS ? f.Hkv : f.H, tiles = tiles_of(n_own, BM), all = tiles * f.B * heads;
+    using C = One<D>;
+    constexpr int BM = C::BM, BN = C::BN, NT = BN / 8, SLABS = D / 64, STAGES = C::STAGES, OWN = C::OWN, TILE = C::TILE, DS = C::DS, PART = C::PART;
+    extern __shared__ __align__(1024) char whole[];
+    int2* part = (int2*)(whole + C::TILES + STAGES * BN * 8); // of a part of dq, which tile of queries and which of keys; last, what the block works at
+    int* item = (int*)(part + 2);
+    const uint32_t k = __cvta_generic_to_shared(whole), columns = k + C::TILES, v = k + OWN, q = v + OWN, g = q + STAGES * TILE, dss = g + STAGES * TILE, dqs = dss + 2 * DS;
+    const uint32_t bar = columns + STAGES * BN * 8 + 24, own_full = bar, own_free = bar + 8, q_full = bar + 16, g_full = q_full + 8 * STAGES, x_free = g_full + 8 * STAGES, ds_full = x_free + 8 * STAGES,
+                   dq_full = ds_full + 16, dq_free = dq_full + 16;
+    const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, heads = f.B * f.Hkv, all = tiles_of(f.S, BM) * heads, q_tiles = padded / BN;
     if (threadIdx.x == 0) {
         mbar_init(own_full, 1), mbar_init(own_free, 8);
-        for (int s = 0; s < STAGES; s++) mbar_init(x1_full + 8 * s, 1), mbar_init(x2_full + 8 * s, 1), mbar_init(x_free + 8 * s, 8);
+        for (int s = 0; s < STAGES; s++) mbar_init(q_full + 8 * s, 1), mbar_init(g_full + 8 * s, 1), mbar_init(x_free + 8 * s, 8);
+        for (int s = 0; s < 2; s++) mbar_init(ds_full + 8 * s, 8), mbar_init(dq_full + 8 * s, 8), mbar_init(dq_free + 8 * s, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
     }
     __syncthreads();
-    if (wg == 2) { // the copier
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 256) {
+    if (wg == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(D == 64 ? 24 : 40)); // in all what the block was given: 384 times 168
+        const int me = threadIdx.x / 32 - 9;
+        if (threadIdx.x == 256) { // copies in
             int step = 0;
-            for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
-                const Work w = work_of(n, f.B, heads, section, tiles, BM, KEYS);
-                const Span t = span_of([&](int r) { return KEYS ? queries_of(f, w.b, r) : keys_of(f, w.b, r); }, w.i0, BM, n_own, BN);
+            for (int pick = 0;; pick++) {
+                const int n = atomicAdd(next, 1);
                 mbar_wait(own_free, (pick & 1) ^ 1);
+                *item = n;
+                if (n >= all) break;
+                const Work w = {n / heads * BM, n % heads / f.Hkv, n % heads % f.Hkv};
+                const Span t = span_of([&](int r) { return queries_of(f, w.b, r); }, w.i0, BM, f.S, BN);
                 mbar_expect(own_full, 2 * OWN);
-                for (int s = 0; s < SLABS; s++) tma_load(own1 + s * BM * 128, &map_own1, own_full, s * 64, w.i0, w.h, w.b), tma_load(own2 + s * BM * 128, &map_own2, own_full, s * 64, w.i0, w.h, w.b);
-                for (int g = 0; g < (KEYS ? f.group : 1); g++) {
-                    const int hx = KEYS ? w.h * f.group + g : w.h / f.group;
-                    for (int jt = t.begin; jt < t.end; jt++, step++) {
+                for (int s = 0; s < SLABS; s++) tma_load(k + s * BM * 128, &map_k, own_full, s * 64, w.i0, w.h, w.b), tma_load(v + s * BM * 128, &map_v, own_full, s * 64, w.i0, w.h, w.b);
+#pragma unroll 1
+                for (int jt = t.end - 1; jt >= t.begin; jt--)
+#pragma unroll 1
+                    for (int h = w.h * f.group; h < (w.h + 1) * f.group; h++, step++) {
                         const int at = step % STAGES;
                         mbar_wait(x_free + 8 * at, (step / STAGES & 1) ^ 1);
-                        mbar_expect(x1_full + 8 * at, TILE + STATS);
-                        for (int s = 0; s < SLABS; s++) tma_load(x1 + at * TILE + s * BN * 128, &map_x1, x1_full + 8 * at, s * 64, jt * BN, hx, w.b);
-                        if (KEYS) bulk_load(__cvta_generic_to_shared(columns[at]), stats + ((int64_t)w.b * f.H + hx) * padded + jt * BN, x1_full + 8 * at, STATS);
-                        mbar_expect(x2_full + 8 * at, TILE);
-                        for (int s = 0; s < SLABS; s++) tma_load(x2 + at * TILE + s * BN * 128, &map_x2, x2_full + 8 * at, s * 64, jt * BN, hx, w.b);
+                        mbar_expect(q_full + 8 * at, TILE + BN * 8);
+                        for (int s = 0; s < SLABS; s++) tma_load(q + at * TILE + s * BN * 128, &map_q, q_full + 8 * at, s * 64, jt * BN, h, w.b);
+                        bulk_load(columns + at * BN * 8, stats + ((int64_t)w.b * f.H + h) * padded + jt * BN, q_full + 8 * at, BN * 8);
+                        mbar_expect(g_full + 8 * at, TILE);
+                        for (int s = 0; s < SLABS; s++) tma_load(g + at * TILE + s * BN * 128, &map_g, g_full + 8 * at, s * 64, jt * BN, h, w.b);
                     }
-                }
+            }
+            mbar_arrive(own_full);
+        } else if (lane == 0 && me >= 0 && me < 2) { // adds the even, or the odd parts of dq
+            for (int n = 0;; n ^= 1) {
+                mbar_wait(dq_full + 8 * me, n);
+                const int tile = part[me].x, mine = part[me].y;
+                if (tile < 0) break;
+                int now;
+                do {
+                    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn + tile) : "memory");
+                } while ((now & ~FIRST) != mine);
+                asm volatile("fence.proxy.async;" ::: "memory");
+                float* to = acc + (int64_t)tile * (BN * D);
+                if (now & FIRST) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(dqs + me * PART), "n"(PART) : "memory");
+                else asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(dqs + me * PART), "n"(PART) : "memory");
+                asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+                mbar_arrive(dq_free + 8 * me);
+                asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
+                asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.b32 [%0], %1;" ::"l"(turn + tile), "r"(mine + 1) : "memory");
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(D == 64 ? 240 : 232));
         const int row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
+        // this warpgroup's part of a tile of dq: 64 queries by 64 columns
+        const uint32_t dq_a = dss + (D == 64 ? wg * BM * 128 : 0), dq_b = k + (D == 64 ? 0 : wg * BM * 128);
         int step = 0;
-        for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
-            const Work w = work_of(n, f.B, heads, section, tiles, BM, KEYS);
-            auto run = [&](int r) { return KEYS ? queries_of(f, w.b, r) : keys_of(f, w.b, r); };
-            const Span t = span_of(run, w.i0, BM, n_own, BN);
-            float d1[1][D / 8][4] = {}, d2[1][KEYS ? D / 8 : 1][4] = {}, s[NT][4], dp[NT][4], lse[2], delta[2];
+        for (int pick = 0;; pick++) {
+            mbar_wait(own_full, pick & 1);
+            const int n = *item;
+            if (n >= all) break;
+            const Work w = {n / heads * BM, n % heads / f.Hkv, n % heads % f.Hkv};
+            const Span t = span_of([&](int r) { return queries_of(f, w.b, r); }, w.i0, BM, f.S, BN);
+            float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
             uint32_t p[NT / 2][4], ds[NT / 2][4];
-            if (!KEYS)
-#pragma unroll
-                for (int y = 0; y < 2; y++) {
-                    const int r = w.i0 + row0 + 8 * y + lane / 4;
-                    const float2 a = r < n_own ? stats[((int64_t)w.b * f.H + w.h) * padded + r] : float2{};
-                    lse[y] = a.x, delta[y] = a.y;
-                }
             auto product = [&](float (&to)[NT][4], uint32_t own, uint32_t x) {
                 pin(to);
+                asm volatile("" : "+r"(own)); // or else all its addresses wait in registers
                 wgmma_fence();
 #pragma unroll
                 for (int d = 0; d < D / 16; d++) Wgmma<T>::nt(to, matrix(own + wg * 64 * 128 + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(x + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
@@ -317,84 +352,164 @@ template <class T, int D, int BN, bool KEYS> __global__ void __launch_bounds__(3
                 for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(to, a[d], matrix(x + d * 16 * 128, BN * 128));
                 wgmma_commit();
             };
-            auto round = [&](uint32_t (&to)[NT / 2][4]) {
+            auto round = [&](uint32_t (&to)[NT / 2][4], const float (&s)[NT][4]) {
 #pragma unroll
                 for (int d = 0; d < NT / 2; d++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) to[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
             };
-            mbar_wait(own_full, pick & 1);
-            const int total = max(t.end - t.begin, 0) * (KEYS ? f.group : 1);
-            int jt = t.begin;
-            for (int left = total; left; left--, step++, jt = jt + 1 == t.end ? t.begin : jt + 1) {
+            auto dq_product = [&](float (&dq)[8][4], int step) { // of the tile of step `step`
+                mbar_wait(ds_full + 8 * (step & 1), step >> 1 & 1);
+                pin(dq);
+                uint32_t b = dq_b;
+                asm volatile("" : "+r"(b));
+                wgmma_fence();
+#pragma unroll
+                for (int d = 0; d < BM / 16; d++) Wgmma<T>::tt(dq, matrix(dq_a + (step & 1) * DS + d * 16 * 128, 16), matrix(b + d * 16 * 128, 16), d != 0);
+                wgmma_commit();
+            };
+            auto hand_over_dq = [&](const float (&dq)[8][4], int step, int head, int jt) { // to the warp that adds it
+                mbar_wait(dq_free + 8 * (step & 1), (step >> 1 & 1) ^ 1);
+                const uint32_t to = dqs + (step & 1) * PART + (wg * 8 * 128 + threadIdx.x % 128) * 16;
+#pragma unroll
+                for (int x = 0; x < 8; x++) asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + x * 2048), "f"(dq[x][0]), "f"(dq[x][1]), "f"(dq[x][2]), "f"(dq[x][3]) : "memory");
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                __syncwarp();
+                if (threadIdx.x == 0) part[step & 1] = {(w.b * f.H + w.h * f.group + head) * q_tiles + jt, w.i0 / BM};
+                if (lane == 0) mbar_arrive(dq_full + 8 * (step & 1));
+            };
+            const int total = max(t.end - t.begin, 0) * f.group;
+            int jt = t.end - 1, head = 0;
+            auto walk = [&](auto first_) {
+                constexpr bool first = decltype(first_)::value; // one step; `first` of this block of keys: no step before it has left a dq to be made
                 const int at = step % STAGES, parity = step / STAGES & 1, c0 = jt * BN;
-                const uint32_t column = __cvta_generic_to_shared(columns[at]) + lane % 4 * 16;
-                mbar_wait(x1_full + 8 * at, parity);
-                product(s, own1, x1 + at * TILE);
-                wgmma_wait<1>(); // what the last tile added is in, and that tile's memory and the registers of its p and ds are free
-                pin(d1[0]), pin(d2[0]), pin(p), pin(ds);
-                if (left < total && lane == 0) mbar_arrive(x_free + 8 * ((step + 1) % STAGES));
-                mbar_wait(x2_full + 8 * at, parity);
-                product(dp, own2, x2 + at * TILE);
-                wgmma_wait<1>();
+                const uint32_t column = columns + at * BN * 8 + lane % 4 * 16; // lse in units of log 2, and delta, of each query
+                float s[NT][4], dp[NT][4], dq[8][4];
+                mbar_wait(q_full + 8 * at, parity);
+                product(s, k, q + at * TILE);
+                if constexpr (!first) {
+                    // what the last step added to dk is in; its tiles and the registers of its p and ds are free
+                    dq_product(dq, step - 1);
+                }
+                wgmma_wait<first ? 0 : 1>();
                 pin(s);
                 const bool mask = t.all_lo > c0 || t.all_hi < c0 + BN;
 #pragma unroll
                 for (int x = 0; x < NT; x++) {
-                    const float4 c = KEYS ? shared4(column + x * 64) : float4{};
+                    const float4 c = shared4(column + x * 64);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) s[x][e] = exp2_fast(fmaf(s[x][e], f.scale_log2, -(KEYS ? e % 2 ? c.z : c.x : lse[e / 2])));
+                    for (int e = 0; e < 4; e++) s[x][e] = exp2_fast(fmaf(s[x][e], f.scale_log2, -(e % 2 ? c.z : c.x)));
+                }
+                if constexpr (!first) {
+                    wgmma_wait<0>();
+                    pin(dq);
+                    hand_over_dq(dq, step - 1, head ? head - 1 : f.group - 1, head ? jt : jt + 1);
                 }
                 if (mask)
 #pragma unroll
                     for (int y = 0; y < 2; y++) {
                         const int r = w.i0 + row0 + 8 * y + lane / 4, c = c0 + lane % 4 * 2;
-                        const Run seen = r < n_own ? run(r) : Run{0, 0};
+                        const Run seen = r < f.S ? queries_of(f, w.b, r) : Run{0, 0};
 #pragma unroll
                         for (int x = 0; x < NT; x++)
 #pragma unroll
                             for (int e = 0; e < 2; e++)
                                 if (x * 8 + e < seen.lo - c || x * 8 + e >= seen.hi - c) s[x][2 * y + e] = 0;
                     }
-                if constexpr (KEYS) round(p), add(d2[0], p, x2 + at * TILE);
-                wgmma_wait<KEYS ? 1 : 0>();
+                mbar_wait(g_full + 8 * at, parity);
+                product(dp, v, g + at * TILE);
+                round(p, s);
+                add(dv[0], p, g + at * TILE);
+                wgmma_wait<1>();
                 pin(dp);
 #pragma unroll
                 for (int x = 0; x < NT; x++) {
-                    const float4 c = KEYS ? shared4(column + x * 64) : float4{};
+                    const float4 c = shared4(column + x * 64);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) s[x][e] *= dp[x][e] - (KEYS ? e % 2 ? c.w : c.y : delta[e / 2]);
+                    for (int e = 0; e < 4; e++) s[x][e] *= dp[x][e] - (e % 2 ? c.w : c.y);
                 }
-                round(ds);
-                add(d1[0], ds, x1 + at * TILE);
-            }
-            wgmma_wait<0>();
-            pin(d1[0]), pin(d2[0]), pin(p), pin(ds);
-            if (lane == 0) {
-                if (total) mbar_arrive(x_free + 8 * ((step + 1) % STAGES));
-                mbar_arrive(own_free);
-            }
+                round(ds, s);
+                const uint32_t to = dss + (step & 1) * DS;
+#pragma unroll
+                for (int y = 0; y < 2; y++)
+#pragma unroll
+                    for (int x = 0; x < NT; x++) { // rows of keys, 64 queries wide, under the swizzle
+                        const int r = row0 + 8 * y + lane / 4;
+                        asm volatile("st.shared.b32 [%0], %1;" ::"r"(((to + r * 128 + ((r & 7) << 4) + lane % 4 * 4) ^ (x % 8 << 4)) + x / 8 * BM * 128), "r"(ds[x / 2][x % 2 * 2 + y]) : "memory");
+                    }
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                __syncwarp();
+                if (lane == 0) mbar_arrive(ds_full + 8 * (step & 1));
+                add(dk[0], ds, q + at * TILE);
+                wgmma_wait<0>();
+                pin(dk[0]), pin(dv[0]), pin(p), pin(ds);
+                __syncwarp();
+                if (lane == 0) mbar_arrive(x_free + 8 * at);
+                step++;
+                if (++head == f.group) head = 0, jt--;
+            };
+            if (total) {
+                walk(std::true_type{});
+                for (int left = total - 1; left; left--) walk(std::false_type{});
+                float dq[8][4];
+                dq_product(dq, step - 1);
+                wgmma_wait<0>();
+                pin(dk[0]), pin(dv[0]), pin(p), pin(ds), pin(dq);
+                if (lane == 0) mbar_arrive(own_free);
+                hand_over_dq(dq, step - 1, head ? head - 1 : f.group - 1, head ? jt : jt + 1);
+            } else if (lane == 0) mbar_arrive(own_free);
             const float by[1][2] = {{f.scale, f.scale}}, one[1][2] = {{1, 1}};
-            const Rows& to = KEYS ? f.dk : f.dq;
-            store<T, D, 1>(to.at<T>(w.b, w.h), to.n, w.i0 + row0, n_own, f.D, d1, by, lane);
-            if constexpr (KEYS) store<T, D, 1>(f.dv.at<T>(w.b, w.h), f.dv.n, w.i0 + row0, n_own, f.D, d2, one, lane);
+            store<T, D, 1>(f.dk.at<T>(w.b, w.h), f.dk.n, w.i0 + row0, f.S, f.D, dk, by, lane);
+            store<T, D, 1>(f.dv.at<T>(w.b, w.h), f.dv.n, w.i0 + row0, f.S, f.D, dv, one, lane);
+        }
+        for (int n = 0; n < 2; n++, step++) { // no more dq
+            mbar_wait(dq_free + 8 * (step & 1), (step >> 1 & 1) ^ 1);
+            if (threadIdx.x == 0) part[step & 1] = {-1, 0};
+            if (lane == 0) mbar_arrive(dq_full + 8 * (step & 1));
         }
     }
 #endif
 }
+// dq from `acc`: one block for each tile, threads as above
+template <class T, int D> __global__ void __launch_bounds__(256) round_dq(const Flash f, const float* acc, const int* turn, int q_tiles) {
+    const int jt = blockIdx.x % q_tiles, bh = blockIdx.x / q_tiles, b = bh / f.H, wg = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const bool any = turn[blockIdx.x] != NOBODY;
+    const float4* x = (const float4*)(acc + (int64_t)blockIdx.x * 8192) + wg * 8 * 128 + threadIdx.x % 128;
+    float dq[1][8][4];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const float4 y = any ? x[n * 128] : float4{};
+        dq[0][n][0] = y.x, dq[0][n][1] = y.y, dq[0][n][2] = y.z, dq[0][n][3] = y.w;
+    }
+    const float by[1][2] = {{f.scale, f.scale}};
+    const int col = D == 64 ? 0 : wg * 64;
+    store<T, 64, 1>(f.dq.at<T>(b, bh % f.H) + col, f.dq.n, jt * One<D>::BN + (D == 64 ? wg * 64 : 0) + threadIdx.x % 128 / 32 * 16, f.T, f.D - col, dq, by, lane);
+}
 // For each query lse in units of log 2, and delta = sum over d of g * o, less g_lse; rows of `padded` queries, zeros at the end. 16 bytes a thread, `lanes` threads a query.
-template <class T> __global__ void stats_kernel(const Flash f, float2* stats, int padded, int lanes) {
+// For each tile of BN queries, whose turn it is to add to dq: the last tile of BM keys that walks over it.
+template <class T, int BM, int BN> __global__ void stats_kernel(const Flash f, float2* stats, int* turn, int* next, int padded, int lanes) {
     const int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / lanes, bh = row / padded;
     const int lane = threadIdx.x % lanes, t = row % padded;
     const bool in = bh < (int64_t)f.B * f.H && t < f.T;
     float s = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *next = 0;
     if (in && lane * 8 < f.D) {
         const auto a = Vec<T, 8>::load(f.g.at<const T>(bh / f.H, bh % f.H) + t * f.g.n + lane * 8), b = Vec<T, 8>::load(f.o.at<const T>(bh / f.H, bh % f.H) + t * f.o.n + lane * 8);
 #pragma unroll
         for (int i = 0; i < 8; i++) s = fmaf(a[i], b[i], s);
     }
     s = lane_sum(s, lanes);
-    if (lane == 0 && bh < (int64_t)f.B * f.H) stats[row] = in ? float2{f.lse[bh * f.T + t] * LOG2E, s - (f.g_lse ? f.g_lse[bh * f.T + t] : 0.f)} : float2{};
+    if (lane || bh >= (int64_t)f.B * f.H) return;
+    stats[row] = in ? float2{f.lse[bh * f.T + t] * LOG2E, s - (f.g_lse ? f.g_lse[bh * f.T + t] : 0.f)} : float2{};
+    if (t % BN == 0) {
+        const int jt = t / BN, b = bh / f.H;
+        int first = -1, end = tiles_of(f.S, BM); // last queries ascend with the keys, too
+        while (end - first > 1) {
+            const int mid = (first + end) / 2;
+            if (tiles_of(queries_of(f, b, min(mid * BM + BM, f.S) - 1).hi, BN) <= jt) first = mid; else end = mid;
+        }
+        turn[row / BN] = end < tiles_of(f.S, BM) && queries_of(f, b, end * BM).lo / BN <= jt ? end | FIRST : NOBODY;
+    }
 }
 
 // --- host: tensor maps, and what takes this path
@@ -441,24 +556,27 @@ template <class T, int D, int BN, int WGS> bool forward_sm90_run(const Flash& f,
     kernel<<<blocks, (WGS + 1) * 128, bytes, s>>>(q, k, v, f, fit);
     return true;
 }
-inline int padded_queries(int T) { return tiles_of(T, 64) * 64; }
-// `stats` has B * H * padded_queries(T) float2
-template <class T, int D> bool backward_sm90_run(const Flash& f, float2* stats, cudaStream_t s) {
+inline int padded_queries(int T, int D) { return tiles_of(T, 8192 / D) * (8192 / D); }
+template <int D> int64_t backward_sm90_scratch(const Flash& f) { // in floats: two numbers and dq for each query; turns
+    const int64_t rows = (int64_t)f.B * f.H * padded_queries(f.T, D);
+    return rows * (2 + D) + rows * D / 8192 + 1;
+}
+template <class T, int D> bool backward_sm90_run(const Flash& f, float* scratch, cudaStream_t s) {
     if (!is_sm90() || !tensor_map_encoder() || !f.S || !f.T) return false;
-    CUtensorMap q[2], g[2], k[2], v[2]; // boxes of 64 rows, of 128
-    for (int i = 0; i < 2; i++)
-        if (!tensor_map<T>(q[i], f.q, f.B, f.H, f.T, f.D, 64 << i) || !tensor_map<T>(g[i], f.g, f.B, f.H, f.T, f.D, 64 << i) || !tensor_map<T>(k[i], f.k, f.B, f.Hkv, f.S, f.D, 64 << i) ||
-            !tensor_map<T>(v[i], f.v, f.B, f.Hkv, f.S, f.D, 64 << i)) return false;
-    const int padded = padded_queries(f.T), lanes = pow2_at_least(ceil_div(f.D, 8));
-    stats_kernel<T><<<ceil_div((int64_t)f.B * f.H * padded * lanes, 256), 256, 0, s>>>(f, stats, padded, lanes);
-    constexpr int keys_bytes = (2 * 128 + 4 * 64) * D * 2 + 1024, queries_bytes = (2 * 128 + 4 * 128) * D * 2 + 1024;
-    const int fit = (int)std::min<int64_t>(f.B * f.H, std::max<int64_t>(1, (32 << 20) / ((int64_t)f.S * D * 4)) * f.group);
-    auto* keys = backward_sm90<T, D, 64, true>;
-    auto* queries = backward_sm90<T, D, 128, false>;
-    allow_smem((const void*)keys, keys_bytes), allow_smem((const void*)queries, queries_bytes);
-    const int sms = sm_count();
-    keys<<<std::min(sms, f.B * f.Hkv * tiles_of(f.S, 128)), 384, keys_bytes, s>>>(k[1], v[1], q[0], g[0], f, stats, padded, f.B * f.Hkv); // all heads at once: a head has too few tiles to share out
-    queries<<<std::min(sms, f.B * f.H * tiles_of(f.T, 128)), 384, queries_bytes, s>>>(q[1], g[1], k[1], v[1], f, stats, padded, fit);
+    using C = One<D>;
+    CUtensorMap q, g, k, v;
+    if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, C::BN) || !tensor_map<T>(g, f.g, f.B, f.H, f.T, f.D, C::BN) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, C::BM) ||
+        !tensor_map<T>(v, f.v, f.B, f.Hkv, f.S, f.D, C::BM)) return false;
+    const int padded = padded_queries(f.T, D), lanes = pow2_at_least(ceil_div(f.D, 8));
+    const int64_t rows = (int64_t)f.B * f.H * padded;
+    float2* stats = (float2*)scratch;
+    float* acc = scratch + 2 * rows;
+    int *turn = (int*)(acc + rows * D), *next = turn + rows * D / 8192;
+    stats_kernel<T, C::BM, C::BN><<<ceil_div(rows * lanes, 256), 256, 0, s>>>(f, stats, turn, next, padded, lanes);
+    auto* one = backward_one_sm90<T, D>;
+    allow_smem((const void*)one, C::BYTES);
+    one<<<std::min(sm_count(), f.B * f.Hkv * tiles_of(f.S, C::BM)), 384, C::BYTES, s>>>(k, v, q, g, f, stats, padded, acc, turn, next);
+    round_dq<T, D><<<rows * D / 8192, 256, 0, s>>>(f, acc, turn, padded / C::BN);
     return true;
 }
 #endif

@@ -6,8 +6,8 @@
 __all__ = ['SHAPES', 'LENGTHS', 'SMALL', 'deterministic', 'peers', 'measure_attention', 'bench_attention', 'table_attention',
            'picture_attention']
 
-# %% ../nbs/40_bench_attention.ipynb #ecab9c87
-import contextlib, importlib
+# %% ../nbs/40_bench_attention.ipynb #0a7e29a9
+import contextlib, importlib, statistics
 import torch, torch.nn.functional as F
 from .bench import ceilings, machine, median_ms, peak_bytes
 from .config import UserError
@@ -57,7 +57,7 @@ def _flex(device, shape):
         return made[0](q, k, v, block_mask=made[1], enable_gqa=H != K)
     return f
 
-# %% ../nbs/40_bench_attention.ipynb #42542277
+# %% ../nbs/40_bench_attention.ipynb #9539c735
 def measure_attention(
     shape:tuple[int,...], # Rows, tokens, query heads, KV heads, head size
     device:torch.device, # Where
@@ -70,29 +70,43 @@ def measure_attention(
     g = torch.Generator(device).manual_seed(0)
     q, k, v, do = (torch.randn(B, S, h, D, device=device, dtype=dtype, generator=g).transpose(1, 2) for h in (H, K, K, H)) # as projections leave them
     x, flop, rows = [t.requires_grad_() for t in (q, k, v)], 4*B*H*S*S*D/2, []
+    live = []
+    def each(who, f): # A peer that fails says why, and is asked no more
+        row, how, o = who
+        if 'error' in row: return
+        try:
+            with how(): f(row, o)
+        except Exception as e: row['error'] = ' '.join(str(e).split())[:120] or type(e).__name__
     for name, (f, how) in peers(device, shape).items():
         if only and name not in only: continue
-        row = dict(who=name, shape=list(shape))
-        try:
-            with how():
-                o = f(*x)
-                grads = lambda: torch.autograd.grad(o, x, do, retain_graph=True)
-                first = grads()
-                row |= dict(forward_ms=(a := median_ms(lambda: f(*x), device, seconds)), backward_ms=(b := median_ms(grads, device, seconds)), forward=flop/a*1e3, backward=2.5*flop/b*1e3,
-                            same_bits=all(torch.equal(s, t) for _ in range(3) for s, t in zip(first, grads())))
-                o = first = None
-                if device.type == 'cuda': row['peak'] = peak_bytes(lambda: torch.autograd.grad(f(*x), x, do), device)
-        except Exception as e: row['error'] = ' '.join(str(e).split())[:120] or type(e).__name__
-        rows.append(row)
+        row, o = dict(who=name, shape=list(shape), forward_ms=[], backward_ms=[]), []
+        def begin(row, o, f=f):
+            o += f, f(*x)
+            first, again = (torch.autograd.grad(o[1], x, do, retain_graph=True) for _ in range(2))
+            row['same_bits'] = all(torch.equal(s, t) for s, t in zip(first, again))
+            first = again = None
+            if device.type == 'cuda': row['peak'] = peak_bytes(lambda: torch.autograd.grad(f(*x), x, do), device)
+        live.append((row, how, o)); each(live[-1], begin); rows.append(row)
+    def turn(row, o):
+        row['forward_ms'].append(median_ms(lambda: o[0](*x), device, seconds/3))
+        row['backward_ms'].append(median_ms(lambda: torch.autograd.grad(o[1], x, do, retain_graph=True), device, seconds/3))
+    for _ in range(3): # in turns, because a card that is warm from one kernel is slower at the next
+        for who in live: each(who, turn)
+    for row in rows:
+        if 'error' in row: del row['forward_ms'], row['backward_ms']; continue
+        for way, n in (('forward', 1), ('backward', 2.5)):
+            ms = row[f'{way}_ms'] = statistics.median(row[f'{way}_ms'])
+            row[way] = n*flop/ms*1e3
     return rows
 
-# %% ../nbs/40_bench_attention.ipynb #d229fc1f
+# %% ../nbs/40_bench_attention.ipynb #2e999f45
 def bench_attention(
     shapes=None, # Tuples as in `SHAPES`; by default those on a GPU, `SMALL` on a CPU
     lengths:bool=False, # `LENGTHS` too?
     device=None, # By default the GPU if there is one
     dtype:torch.dtype|None=None, # By default bfloat16 on a GPU, float32 on a CPU
     seconds:float=.1, # For each number
+    only:tuple[str,...]=(), # Names of peers; none for all
     say=None, # Takes a line about what is being measured
 )->dict: # `machine`, `ceilings`, `rows`
     "Measure attention beside its peers"
@@ -106,7 +120,7 @@ def bench_attention(
     rows = []
     for s in shapes:
         if say: say(f'attention {s}')
-        rows += measure_attention(s, device, dtype, seconds)
+        rows += measure_attention(s, device, dtype, seconds, only)
         if gpu: torch.cuda.empty_cache()
     return dict(machine=machine(device, dtype, 'full' if gpu else 'small'), ceilings=dict(copy=copy, product=product), rows=rows)
 
@@ -116,15 +130,18 @@ def table_attention(
     "A line for each shape, a column for each peer: TFLOP/s forward / backward"
     from tabulate import tabulate
     names = list(dict.fromkeys(r['who'] for r in result['rows']))
-    by, notes = {}, {}
+    by, memory, notes = {}, {}, {}
     for r in result['rows']:
         cell = by.setdefault(tuple(r['shape']), {})
         if 'error' in r: notes.setdefault((r['who'], r['error']), []).append(tuple(r['shape']))
-        else: cell[r['who']] = f"{r['forward']/1e12:.3g} / {r['backward']/1e12:.3g}" + ('' if r['same_bits'] else ' ~')
+        else:
+            if 'peak' in r: memory.setdefault(tuple(r['shape']), {})[r['who']] = f"{r['peak']/2**20:,.0f}"
+            cell[r['who']] = f"{r['forward']/1e12:.3g} / {r['backward']/1e12:.3g}" + ('' if r['same_bits'] else ' ~')
     m, c = result['machine'], result['ceilings']
-    lines = [[', '.join(map(str, s)), *(g.get(n, '–') for n in names)] for s, g in by.items()]
+    def table(cells): return tabulate([[', '.join(map(str, s)), *(g.get(n, '–') for n in names)] for s, g in cells.items()], headers=['B, S, H, Hkv, D', *names], disable_numparse=True)
     return '\n'.join([f"{m['name']}; {m['dtype']}, causal; torch {m['torch']}; a square matrix product does {c['product']/1e12:,.3g} TFLOP/s", '',
-                      tabulate(lines, headers=['B, S, H, Hkv, D', *names], disable_numparse=True), '', 'TFLOP/s forward / backward; ~: gradients differed between runs',
+                      table(by), '', 'TFLOP/s forward / backward; ~: gradients differed between runs',
+                      *(['', 'Peak memory of forward and backward above the inputs, MiB', '', table(memory)] if memory else []),
                       *(f'{who}: {why} ({len(s)} shapes)' for (who, why), s in notes.items())])
 
 # %% ../nbs/40_bench_attention.ipynb #d5544119

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['PATHS', 'causal_mask', 'attention_ref', 'attention_grad', 'attention_forward', 'Composed', 'composed', 'sdpa',
-           'flash', 'attention_path', 'attention']
+           'flash', 'fastest_path', 'not_hopper', 'attention_path', 'attention']
 
-# %% ../../nbs/05_attention.ipynb #c6458fa1
+# %% ../../nbs/05_attention.ipynb #18575141
 import torch, torch.nn.functional as F
 from torch import Tensor
 from .contract import acc, check
-from .flash_attention import flash_attention
+from .flash_attention import flash_attention, flash_kernels, well_formed
+from ..kernels import kernels
 from .repeat_kv import repeat_kv, repeat_kv_grad
 
 # %% ../../nbs/05_attention.ipynb #b54b7284
@@ -123,22 +124,44 @@ def sdpa(
     blind = ~mask.any(-1, keepdim=True)
     return fused(attn_mask=mask | blind).masked_fill(blind, 0)
 
-# %% ../../nbs/05_attention.ipynb #420848eb
+# %% ../../nbs/05_attention.ipynb #281bbecd
 def flash(q, k, v, pad, scale):
     "Ours, tile by tile"
     return flash_attention(q, k, v, pad, scale=scale)
 
 PATHS = dict(composed=composed, sdpa=sdpa, flash=flash) # Name to `f(q, k, v, pad, scale)`
 
+def fastest_path(
+    device:torch.device|None=None, # Where
+    dtype:torch.dtype|None=None, # In what
+    head_dim:int|None=None, # Size of a head
+)->tuple[str,str]: # A name in `PATHS`, and why
+    "What `auto` stands for"
+    if device is None or device.type != 'cuda' or head_dim is None: return 'sdpa', "torch's fused attention, the fastest on a CPU"
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 128: return 'sdpa', f'ours is faster in half precision with a head_dim that is a multiple of 8 up to 128; here {dtype} and {head_dim}'
+    i = torch.cuda.current_device() if device.index is None else device.index
+    if (why := not_hopper(i)): return 'sdpa', why
+    if kernels(flash_kernels(dtype, head_dim), i) is None: return 'sdpa', 'our kernels are not to be had here (xtrain doctor says why)'
+    return 'flash', "ours, faster than torch's on a Hopper card in half precision, and its gradients have the same bits every time"
+
+def not_hopper(i):
+    "Why a card is none on which ours is the faster"
+    major, minor = torch.cuda.get_device_capability(i)
+    return None if major == 9 else f'ours is faster on Hopper (sm_90); this card is sm_{major}{minor}'
+not_hopper._dynamo_marked_constant = True # as torch.compiler.assume_constant_result
+
 def attention_path(
     path:str='auto', # `auto`, or a name in `PATHS`
+    device:torch.device|None=None, # For `auto`: where,
+    dtype:torch.dtype|None=None, # in what,
+    head_dim:int|None=None, # and how wide
 )->str: # A name in `PATHS`
     "Which path runs; ValueError lists the names there are"
-    if path == 'auto': return 'sdpa'
+    if path == 'auto': return fastest_path(device, dtype, head_dim)[0]
     if path not in PATHS: raise ValueError(f'path must be {", ".join(["auto", *PATHS][:-1])} or {[*PATHS][-1]}, got {path!r}')
     return path
 
-# %% ../../nbs/05_attention.ipynb #90de7a16
+# %% ../../nbs/05_attention.ipynb #6c464291
 def attention(
     q:Tensor, # Queries, `(B, H, T, D)`, any strides
     k:Tensor, # Keys, `(B, Hkv, S, D)`; `H` is a multiple of `Hkv`
@@ -148,10 +171,12 @@ def attention(
     scale:float|None=None, # Of the scores, `1/sqrt(D)` unless given
 )->Tensor: # `(B, H, T, D)`
     "Causal attention with grouped KV heads; the last query sees the last key. ValueError for wrong shapes, dtypes, devices or paths"
-    check('q', q, (None, None, None, None))
-    B, H, T, D = q.shape
-    check('k', k, (B, None, None, D), dtype=q.dtype, device=q.device)
-    check('v', v, tuple(k.shape), dtype=q.dtype, device=q.device)
-    if k.shape[1] == 0 or H % k.shape[1]: raise ValueError(f'k has {k.shape[1]} heads, q has {H}: q must have a multiple of as many')
-    if pad is not None: check('pad', pad, (B,), integer=True, device=q.device)
-    return PATHS[attention_path(path)](q, k, v, pad, D**-.5 if scale is None else scale)
+    if not well_formed(q, k, v):
+        check('q', q, (None, None, None, None))
+        B, H, T, D = q.shape
+        check('k', k, (B, None, None, D), dtype=q.dtype, device=q.device)
+        check('v', v, tuple(k.shape), dtype=q.dtype, device=q.device)
+        if k.shape[1] == 0 or H % k.shape[1]: raise ValueError(f'k has {k.shape[1]} heads, q has {H}: q must have a multiple of as many')
+    if pad is not None: check('pad', pad, (q.shape[0],), integer=True, device=q.device)
+    D = q.shape[-1]
+    return PATHS[attention_path(path, q.device, q.dtype, D)](q, k, v, pad, D**-.5 if scale is None else scale)

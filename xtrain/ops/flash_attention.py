@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HEAD_DIMS', 'key_runs', 'visible', 'query_runs', 'schedule', 'fold', 'flash_forward', 'tile_scores', 'flash_backward',
-           'FlashTiles', 'flash_ops', 'flash_attention']
+           'FlashTiles', 'flash_kernels', 'flash_ops', 'flash_attention', 'well_formed']
 
 # %% ../../nbs/07_flash_attention.ipynb #4ad92305
 import torch
@@ -160,17 +160,24 @@ class FlashTiles(torch.autograd.Function):
         if g is None: g = torch.zeros_like(o)
         return *flash_backward(g, q, k, v, o, lse, runs, ctx.scale, g_lse), None, None
 
-# %% ../../nbs/07_flash_attention.ipynb #339c3f22
+# %% ../../nbs/07_flash_attention.ipynb #1a9d921f
 HEAD_DIMS = 32, 64, 96, 128, 192, 256
+
+def flash_kernels(
+    dtype:torch.dtype, # Of queries, keys and values
+    head_dim:int, # Size of a head
+)->str|None: # A file of `csrc/`, without `.cu`; None if there is none for this size
+    "Which kernels are for a head size"
+    if not 0 < head_dim <= HEAD_DIMS[-1]: return None
+    fast = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
+    return f'flash_{min(d for d in HEAD_DIMS if d >= head_dim)}' if fast else 'flash_plain'
 
 def flash_ops(
     q:Tensor, # Queries, `(B, H, T, D)`
 ): # The namespace of the ops, or None: tile by tile in torch
     "The kernels that can take `q`"
-    D = q.shape[-1]
-    if D > HEAD_DIMS[-1] or D < 1: return None
-    fast = q.dtype in (torch.bfloat16, torch.float16) and D % 8 == 0
-    return cuda_ops(f'flash_{min(d for d in HEAD_DIMS if d >= D)}' if fast else 'flash_plain', q)
+    name = flash_kernels(q.dtype, q.shape[-1])
+    return None if name is None else cuda_ops(name, q)
 
 # %% ../../nbs/07_flash_attention.ipynb #378fe0be
 def _empty_as(t):
@@ -196,7 +203,7 @@ def _define(ns):
 
 for _name in ('plain', *HEAD_DIMS): defines(f'flash_{_name}')(_define)
 
-# %% ../../nbs/07_flash_attention.ipynb #8787d6dc
+# %% ../../nbs/07_flash_attention.ipynb #635938f4
 def flash_attention(
     q:Tensor, # Queries, `(B, H, T, D)`, any strides
     k:Tensor, # Keys, `(B, Hkv, S, D)`; query head `h` reads KV head `h // (H//Hkv)`
@@ -215,13 +222,22 @@ def flash_attention(
     T, S = q.shape[2], k.shape[2]
     if (ns := flash_ops(q)) is not None:
         runs = (None, None) if cu_q is None else (key_runs(T, S, causal, None, cu_q, cu_k, q.device)[:, 0], query_runs(T, S, cu_q, cu_k, causal))
-        out = ns.flash(q, k, v, None if pad is None else pad.int(), *runs, causal, scale)
+        args = q, k, v, None if pad is None else pad.int(), *runs, causal, scale
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad): out = ns.flash(*args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd(): out = ns.flash.default(*args) # a new token must not wait for a gradient that nobody wants
     else: out = FlashTiles.apply(q, k, v, key_runs(T, S, causal, pad, cu_q, cu_k, q.device), scale)
     return out if lse else out[0]
 
-# %% ../../nbs/07_flash_attention.ipynb #77e0ba22
+# %% ../../nbs/07_flash_attention.ipynb #403f0ddd
+def well_formed(q, k, v):
+    "A quick yes, which nearly every call gets; a no is looked into by name"
+    return (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and q.dim() == k.dim() == 4 and k.shape == v.shape and q.is_floating_point() and q.dtype == k.dtype == v.dtype
+            and q.device == k.device == v.device and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0)
+
 def _check_flash(q, k, v, pad, cu_q, cu_k, scale):
     "ValueError that names the argument, or the scale"
+    if pad is None and cu_q is None and cu_k is None and well_formed(q, k, v): return q.shape[3]**-.5 if scale is None else float(scale)
     check('q', q, (None, None, None, None))
     B, H, T, D = q.shape
     check('k', k, (B, None, None, D), dtype=q.dtype, device=q.device)
