@@ -294,12 +294,71 @@ def test_on_a_gpu_the_walk_is_the_same(monkeypatch):
             want = loss_and_grads(h.detach(), w.detach(), t, -100, True, True, weight, *options)
             x = h.detach().where(scored[:, None], math.nan)                       # what is not scored may hold anything
             for size in (1, 10**9):
-                monkeypatch.setitem(ce.CHUNK_BYTES, 'cpu', size)
+                monkeypatch.setitem(ce.CHUNK_BYTES, 'cpu', size); monkeypatch.setattr(ce, 'CHUNK_ROWS', size)
                 for a, b in zip(ce._on_gpu(x, w.detach(), t, -100, True, True, weight, *options, scored), want): close(a, b, 1e-12)
                 assert [x.numel() for x in ce._on_gpu(h.detach(), w.detach(), t, -100, False, False, weight, *options, scored)] == [1, 1, 0, 0]
     bad = t.clone(); bad[7] = 301; bad[8] = -5
     total, _, dh, dw = ce._on_gpu(h.detach(), w.detach(), bad, -100, True, True, None, 0., 0., bad != -100)
     assert total.isnan() and dh.isnan().any(1).nonzero().flatten().tolist() == [7, 8] and dw.isnan().all()
+
+
+@pytest.fixture(scope='module')
+def ns():
+    "The kernels' arithmetic in the plain loops that the same file has for a CPU (float32)"
+    from xtrain.kernels import csrc_path, describe, load_source
+    return describe('cross_entropy', load_source(csrc_path()/'cross_entropy.cu', gpu=False))
+
+
+@pytest.mark.parametrize('far', [0., 1e3, -1e4, 1e6, 6e7, 7e7, 1e9, -1e30, 3e38])
+def test_kernel_arithmetic(ns, far):
+    "Loss and gradient against float64, error no larger than torch's; a common offset of any size"
+    for N, V in [(5, 1), (40, 77), (9, 5003)]:
+        z, t, g = 3*torch.randn(N, V)+far, torch.randint(V, (N,)), torch.randn(N)
+        if V > 1: z[0] = -math.inf; z[0, t[0]] = far
+        z64 = z.double().requires_grad_(); want = F.cross_entropy(z64, t, reduction='none'); dz64, = torch.autograd.grad(want, z64, g.double())
+        z32 = z.clone().requires_grad_(); theirs = F.cross_entropy(z32, t, reduction='none'); dz32, = torch.autograd.grad(theirs, z32, g)
+        l, stats = ns.cross_entropy(z, t, -100, 0., 0.)
+        y = z.clone(); both = ns.loss_and_grad_(y, t, g, -100, 0., 0.)
+        for a, b, r in ((l, theirs, want), (ns.cross_entropy_backward(g, z, t, stats, -100, 0., 0.), dz32, dz64), (both, theirs*g, want*g), (y, dz32, dz64)):
+            assert rel_error(a, r) <= 1.05*rel_error(b, r) + 2e-7 if r.any() else not a.any()
+
+
+def test_kernel_arithmetic_at_the_edges(ns):
+    z, t = torch.randn(6, 9), torch.tensor([3, -100, 9, -1, 2**40, 0])
+    z[1] = math.nan; z[5, 4] = math.inf
+    for options in ((0., 0.), (.1, 3.)):
+        l, stats = ns.cross_entropy(z, t, -100, *options)
+        dz = ns.cross_entropy_backward(torch.ones(()).expand(6), z, t, stats, -100, *options)
+        assert l[1] == 0 and not dz[1].any() and l[2:5].isnan().all() and dz[2:5].isnan().all() and l[0].isfinite() and dz[0].isfinite().all()
+        if not options[1]: assert not l[5].isfinite() and not dz[5].isfinite().all()      # inf is not hidden
+    assert [x.shape for x in ns.cross_entropy(z[:0], t[:0], -100, 0., 0.)] == [(0,), (0, 2)]
+
+
+@pytest.mark.parametrize('size', [1, 10**9])
+def test_the_two_ways_of_a_gpu_on_a_cpu(ns, monkeypatch, size):
+    "Few tokens: logits are made twice, all rows of some columns at a time; both ways give what the CPU's own walk gives"
+    monkeypatch.setattr(ce, 'cuda_ops', lambda *a: ns); monkeypatch.setattr(ce, 'CHUNK_ROWS', size)
+    for d in ('cpu', 'cuda'): monkeypatch.setitem(ce.CHUNK_BYTES, d, size)
+    h, w, t, k = leaf(300, 8), torch.randn(301, 8).t().requires_grad_(), torch.randint(301, (300,)), torch.rand(300)
+    t[torch.rand(300) < .3] = -100; k[5] = 0
+    for kw in (dict(), dict(weight=k, z_loss=.1, softcap=4., reduction='sum'), dict(weight=-k)):
+        f = lambda h, w: linear_cross_entropy(h, w, t, **kw)
+        l, want = grads(f, h, w)
+        with monkeypatch.context() as m:
+            m.setattr(ce, '_twice', lambda *a: True)
+            l2, got = grads(f, h.detach().index_fill(0, (t == -100).nonzero()[:, 0], math.nan).requires_grad_(), w)
+        for a, b in zip((l2, *got), (l, *want)): close(a, b, 1e-6)
+        assert got[1].stride() == w.stride() and not got[0][t == -100].any()
+        scored = (t != -100) & (k != 0) if 'weight' in kw else t != -100
+        total, n, dh, dw = ce._on_gpu(h.detach(), w.detach(), t, -100, True, True, kw.get('weight'), kw.get('z_loss', 0.), kw.get('softcap', 0.), scored)
+        if kw.get('reduction') == 'sum': n = 1
+        for a, b in zip((total/n, dh/n, dw/n), (l, *want)): close(a, b, 1e-6)
+    bad = t.clone(); bad[7] = 301
+    monkeypatch.setattr(ce, 'check_ids', lambda *a: None); monkeypatch.setattr(ce, '_twice', lambda *a: True)
+    l, (dh, dw) = grads(lambda h, w: linear_cross_entropy(h, w, bad), h, w)
+    assert l.isnan() and dh.isnan().any(1).nonzero().flatten().tolist() == [7] and dw.isnan().all()
+    l, (dh, dw) = grads(lambda h, w: linear_cross_entropy(h[:0], w, t[:0]), h, w)
+    assert l == 0 and not dh.any() and not dw.any()
 
 
 def test_opcheck_and_compile():

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from xtrain.gradcheck import rel_error
 from xtrain.kernels import kernels
 from xtrain.ops import cross_entropy as ce
-from xtrain.ops.cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_ref, linear_cross_entropy, loss_and_grads
+from xtrain.ops.cross_entropy import cross_entropy, cross_entropy_ref, head_grads, head_losses, linear_cross_entropy, loss_and_grads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -41,6 +41,11 @@ def rows(N, V, dtype, layout='dense', scale=3.):
     elif layout == 'offset': return (scale*torch.randn(N*V+3, **cuda)).to(dtype)[3:].view(N, V)
     elif layout == 'every other': return (scale*torch.randn(N, 2*V, **cuda)).to(dtype)[:, ::2]
     return z.to(dtype)
+
+
+def chunks(patch, nbytes, rows=1):
+    "Small ones, so that small cases have many (128 rows, 64 columns)"
+    patch.setitem(ce.CHUNK_BYTES, 'cuda', nbytes); patch.setattr(ce, 'CHUNK_ROWS', rows)
 
 
 def ids(N, V, ignored=0.):
@@ -97,12 +102,49 @@ def test_loss_and_grad_is_forward_and_backward(ns, dtype):
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
+def test_gradient_of_columns_is_that_of_the_row(ns, dtype):
+    "In place, wherever a part begins and the target lies; bit for bit"
+    for N, V in [(7, 1), (9, 77), (300, 1003), (5, 50257)]:
+        z, t, g = rows(N, V, dtype), ids(N, V, .2), torch.randn(N, **cuda)
+        t[0], t[-1] = V, V-1
+        for options in ((0., 0.), (.01, 8.)):
+            stats = ns.cross_entropy(z, t, -100, *options)[1]
+            want = ns.cross_entropy_backward(g, z, t, stats, -100, *options)
+            for a, b in [(0, V), (0, V//2), (V//2, V), (V//3, V//3+1), (max(0, V-64), V)]:
+                if a == b: continue
+                buf = torch.full((N, b-a+11), 7., dtype=dtype, **cuda)
+                part = buf[:, :b-a]; part.copy_(z[:, a:b])
+                ns.grad_columns_(part, g, t, stats, a, -100, *options)
+                assert torch.equal(part.nan_to_num(5.), want[:, a:b].nan_to_num(5.)) and (buf[:, b-a:] == 7).all()
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('far', [3e4, 1e6, 6e7, 7e7, 1e9, -1e9, 1e30, -3e38])
+def test_far_logits(ns, dtype, far):
+    "A common offset of any size: where one multiply-add would lose the difference of two logits, they are subtracted first"
+    if dtype == F16: far /= 1e34
+    z, t = (rows(9, 5003, F32)+far).to(dtype).requires_grad_(), ids(9, 5003)
+    with torch.no_grad(): z[3] = -math.inf; z[3, t[3]] = far; z[4, :9] = -far if abs(far) < 1e38 else far
+    want, grad = in64(F.cross_entropy, z, t, reduction='none')
+    l, g = cross_entropy(z, t, reduction='none'), torch.ones(9, **cuda)
+    theirs = F.cross_entropy(z.float(), t, reduction='none')
+    dz, dz_theirs, dz64 = torch.autograd.grad(l, z, g)[0], torch.autograd.grad(theirs, z, g)[0], grad(g)
+    both = z.detach().clone(); lb = ns.loss_and_grad_(both, t, None, -100, 0., 0.)
+    for x in (l, lb): no_larger(x, theirs, want, 1e-6)
+    for x in (dz, both): no_larger(x, dz_theirs, dz64, 1e-6)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
 def test_opcheck(ns, dtype):
     z, t = rows(5, 37, dtype).requires_grad_(), ids(5, 37, .3)
     torch.library.opcheck(ns.cross_entropy, (z, t, -100, .1, 5.))
     torch.library.opcheck(ns.cross_entropy_backward, (torch.randn(5, **cuda), z.detach(), t, ns.cross_entropy(z.detach(), t, -100, .1, 5.)[1], -100, .1, 5.))
     torch.library.opcheck(ns.loss_and_grad_, (z.detach(), t, torch.rand(5, **cuda), -100, .1, 5.))
-    torch.library.opcheck(loss_and_grads, (rows(5, 16, dtype), rows(16, 37, dtype, scale=.3), t, -100, True, True, torch.rand(5, **cuda), .1, 5.))
+    torch.library.opcheck(ns.grad_columns_, (z.detach()[:, 3:], torch.randn(5, **cuda), t, torch.rand(5, 2, **cuda), 3, -100, .1, 5.))
+    h, w = rows(5, 16, dtype), rows(16, 37, dtype, scale=.3)
+    torch.library.opcheck(loss_and_grads, (h, w, t, -100, True, True, torch.rand(5, **cuda), .1, 5.))
+    torch.library.opcheck(head_losses, (h, w, t, -100, .1, 5.))
+    torch.library.opcheck(head_grads, (torch.randn(5, **cuda), h, w, t, head_losses(h, w, t, -100, .1, 5.)[1], -100, True, True, .1, 5.))
 
 
 # --- at the edges ----------------------------------------------------------------------------------------------------------------
@@ -209,7 +251,7 @@ LINEAR = [(rng.choice([1, 5, 130, 300]), rng.choice([8, 16, 40]), rng.choice([1,
 @pytest.mark.parametrize('N,D,V,dtype,layout,ignored,reduction,options,weighted,chunk,seed', LINEAR)
 def test_linear_random(ns, monkeypatch, N, D, V, dtype, layout, ignored, reduction, options, weighted, chunk, seed):
     torch.manual_seed(seed)
-    monkeypatch.setitem(ce.CHUNK_BYTES, 'cuda', chunk)                            # 1: many chunks, of 128 rows each
+    chunks(monkeypatch, chunk)
     h, w, t = torch.randn(N, D, **cuda).to(dtype).requires_grad_(), (LAYOUTS[layout](D, V)/D**.5).to(dtype).requires_grad_(), ids(N, V, ignored)
     weight = torch.rand(N, **cuda).mul_(2) if weighted else None
     if weighted: weight[:N//3] = 0
@@ -220,7 +262,7 @@ def test_linear_random(ns, monkeypatch, N, D, V, dtype, layout, ignored, reducti
     ref = plain(h64, w64, t, **{**kw, 'weight': None if weight is None else weight.double()})
     g = torch.tensor(1.7, **cuda, dtype=ours.dtype)
     for a, b, r in zip((ours, *torch.autograd.grad(ours, (h, w), g)), (theirs, *torch.autograd.grad(theirs, (h, w), g)), (ref, *torch.autograd.grad(ref, (h64, w64), g.double()))):
-        if r.norm() > 1e-5: assert rel_error(a, r) <= 2*rel_error(b, r) + {F64: 1e-13, F32: 1e-6, F16: 1e-3, BF16: 6e-3}[dtype]   # a handful of roundings: chance decides; the next test is strict
+        if r.norm() > 1e-5: assert rel_error(a, r) <= 2*rel_error(b, r) + {F64: 1e-13, F32: 3e-6, F16: 1e-3, BF16: 6e-3}[dtype]   # a handful of roundings: chance decides; the next test is strict
         else: assert a.double().norm() < 1e-4
     with torch.no_grad(): assert rel_error(linear_cross_entropy(h, w, t, **kw), ours) < 1e-6 or ours == 0
     dw, = torch.autograd.grad(linear_cross_entropy(h, w, t, **kw), w)
@@ -230,7 +272,7 @@ def test_linear_random(ns, monkeypatch, N, D, V, dtype, layout, ignored, reducti
 @pytest.mark.parametrize('options', OPTIONS, ids=str)
 @pytest.mark.parametrize('dtype', DTYPES)
 def test_linear_error_is_no_larger_than_torchs(ns, monkeypatch, dtype, options):
-    monkeypatch.setitem(ce.CHUNK_BYTES, 'cuda', 1 << 22)
+    chunks(monkeypatch, 1 << 22)
     for seed, (N, D, V) in enumerate([(700, 256, 5003), (1030, 64, 2048)]):
         torch.manual_seed(seed)
         h, w, t = torch.randn(N, D, **cuda).to(dtype).requires_grad_(), (2*torch.randn(V, D, **cuda)/D**.5).to(dtype).t().requires_grad_(), ids(N, V, .1)
@@ -250,19 +292,39 @@ def test_the_torch_path_without_kernels(monkeypatch):
     for x, y in zip(a, run()): assert rel_error(x, y) < 4e-3
 
 
-def test_logits_are_never_stored(ns):
-    N, D, V = 16384, 256, 50257
-    h, w, t = torch.randn(N, D, **cuda, dtype=BF16).requires_grad_(), (torch.randn(V, D, **cuda)*.05).bfloat16().t().requires_grad_(), ids(N, V)
+@pytest.mark.parametrize('N,D,V', [(16384, 256, 50257), (8192, 1024, 151936), (8192, 2048, 151936), (2048, 1024, 151936)])
+def test_a_tenth_of_the_memory(ns, N, D, V):
+    "Of what the plain loss needs above its inputs; fewer tokens than FEW*D, or more"
+    torch.cuda.empty_cache()
+    h, w, t = torch.randn(N, D, **cuda, dtype=BF16).requires_grad_(), (torch.randn(V, D, **cuda, dtype=BF16)*.05).t().requires_grad_(), ids(N, V)
     def peak(f):
-        torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats(); base = torch.cuda.memory_allocated()
+        torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats(); base = torch.cuda.memory_allocated()
         torch.autograd.grad(f(h, w, t), (h, w))
         return torch.cuda.max_memory_allocated() - base
-    peak(linear_cross_entropy)
     ours, theirs = peak(linear_cross_entropy), peak(lambda h, w, t: F.cross_entropy((h @ w).float(), t))
-    print(f'peak {ours/1e6:.0f} MB, unfused {theirs/1e6:.0f} MB: {ours/theirs:.1%}')
-    assert ours <= .1*theirs
-    half = peak(lambda h, w, t: linear_cross_entropy(h[:N//2], w, t[:N//2]))
-    assert ours-half <= 8*N*D                                                     # beyond the chunk, memory grows with h alone
+    print(f'{N}×{D}→{V}: {ours/1e6:,.0f} MB, unfused {theirs/1e6:,.0f} MB: {ours/theirs:.1%}')
+    assert ours <= (.1 if N > 2*D else .2)*theirs                                 # dW itself is a twelfth of N/D
+
+
+def test_both_ways_agree(ns, monkeypatch):
+    "Gradients made in the forward, or logits made twice"
+    h, w, t = problem(BF16, 700, 64, 5003)
+    weight = torch.rand(700, **cuda).mul_(2); weight[:99] = 0
+    found = []
+    for few in (0, 10**9):
+        monkeypatch.setattr(ce, 'FEW', few)
+        l = linear_cross_entropy(h, w, t, weight=weight, z_loss=.01, softcap=20.)
+        found.append((l, *torch.autograd.grad(l, (h, w), torch.tensor(1.7, **cuda))))
+        assert found[-1][2].stride() == w.stride()
+    for a, b in zip(*found): assert 0 < rel_error(a, b) < 5e-3 or a.dim() == 0 and rel_error(a, b) < 1e-6
+    calls = []
+    real = ce.head_grads
+    monkeypatch.setattr(ce, 'head_grads', lambda *a: calls.append(a[6:8]) or real(*a))
+    h2, w2 = h.detach(), w.detach()
+    torch.autograd.grad(linear_cross_entropy(h2, w, t), w)
+    assert calls == [(False, True)]
+    torch.autograd.grad(linear_cross_entropy(h, w2, t), h)                        # a frozen head has no dW to save
+    assert len(calls) == 1
 
 
 # --- the same every time, compiled, captured, unwaited -------------------------------------------------------------------------------
@@ -270,12 +332,13 @@ def test_logits_are_never_stored(ns):
 def problem(dtype, N=300, D=32, V=1003):
     return torch.randn(N, D, **cuda).to(dtype).requires_grad_(), (torch.randn(V, D, **cuda)/D**.5).to(dtype).t().requires_grad_(), ids(N, V, .1)
 
-FORMS = dict(linear=lambda h, w, t: linear_cross_entropy(h, w, t, z_loss=.01, softcap=20.), logits=lambda h, w, t: cross_entropy(h @ w, t, z_loss=.01, softcap=20.), default=lambda h, w, t: linear_cross_entropy(h, w, t))
+FORMS = dict(linear=lambda h, w, t: linear_cross_entropy(h, w, t, z_loss=.01, softcap=20.), logits=lambda h, w, t: cross_entropy(h @ w, t, z_loss=.01, softcap=20.), default=lambda h, w, t: linear_cross_entropy(h, w, t),
+             twice=lambda h, w, t: linear_cross_entropy(h[:100], w, t[:100], z_loss=.01, softcap=20.)) # fewer than FEW*D tokens
 
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('form', FORMS)
 def test_a_hundred_runs(ns, form, dtype, monkeypatch):
-    monkeypatch.setitem(ce.CHUNK_BYTES, 'cuda', 1)
+    chunks(monkeypatch, 1)
     h, w, t = problem(dtype)
     def run():
         loss = FORMS[form](h, w, t)
@@ -371,7 +434,7 @@ def test_beyond_31_bits(ns, N):
 
 def test_beyond_31_bits_in_the_fused_head(ns, monkeypatch):
     "One chunk of more than 2^31 logits"
-    monkeypatch.setitem(ce.CHUNK_BYTES, 'cuda', 1 << 40)
+    chunks(monkeypatch, 1 << 40)
     N, D, V = 14208, 64, 151936
     torch.cuda.empty_cache()
     h, w, t = torch.randn(N, D, **cuda, dtype=BF16), torch.randn(V, D, **cuda, dtype=BF16).mul_(.1).t(), torch.randint(V, (N,), **cuda)
@@ -379,5 +442,5 @@ def test_beyond_31_bits_in_the_fused_head(ns, monkeypatch):
     _, _, dh, dw = loss_and_grads(h, w, t, -100, True, True)
     total, _, dh2, _ = loss_and_grads(h[-128:].clone(), w, t[-128:].clone(), -100, True, False)
     assert rel_error(dh[-128:], dh2) < 2e-3 and dw.isfinite().all() and total.isfinite()
-    monkeypatch.setitem(ce.CHUNK_BYTES, 'cuda', 1 << 29)
+    chunks(monkeypatch, 1 << 29)
     assert rel_error(loss_and_grads(h, w, t, -100, True, True)[3], dw) < 1e-4
