@@ -215,7 +215,7 @@ def read_config(
     if not isinstance(config, dict) or 'model' not in config: raise UserError(f'{f} has no "model"; it is not of a run')
     return config
 
-# %% ../nbs/22_checkpoint.ipynb #044e7c66
+# %% ../nbs/22_checkpoint.ipynb #d905f983
 def new_run(
     run_dir, # Where the run shall be
     cfg:ModelConfig, # The architecture
@@ -228,6 +228,7 @@ def new_run(
     with new_dir(run_dir, overwrite) as new:
         (new/'config.json').write_text(json.dumps(dict(model=cfg.to_dict(), train={}, data={}) | config, indent=1)+'\n')
         (new/'tokenizer.json').write_text(tokenizer.json, encoding='utf-8')
+        if tokenizer.chat_template: (new/'chat_template.jinja').write_text(tokenizer.chat_template, encoding='utf-8')
         step = new/'checkpoints'/f'step-{0:08d}'
         step.mkdir(parents=True)
         write_safetensors(step/_FILES[0], {n: (torch.float32, s) for n,s in cfg.shapes().items()}, get)

@@ -259,13 +259,13 @@ def export_weights(
         sizes = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
     return dict(dir=str(path), tensors=len(shapes), params=cfg.num_params(), files=sizes, notes=notes)
 
-# %% ../nbs/31_export.ipynb #aa80b5ad
+# %% ../nbs/31_export.ipynb #0baaae27
 def unwrap(model):
-    "The `TinyTransformer` inside torch.compile's or DDP's wrapper"
-    while True:
-        inner = getattr(model, '_orig_mod', None) or (model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None)
-        if inner is None: return model
-        model = inner
+    "The `TinyTransformer` inside torch.compile's or DDP's wrapper; a `UserError` for what is neither"
+    from xtrain.model import TinyTransformer
+    while (inner := getattr(model, '_orig_mod', None) or (model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None)) is not None: model = inner
+    if not isinstance(model, TinyTransformer): raise UserError(f'a {type(model).__name__} cannot be exported; hand over the TinyTransformer inside, with its parameters whole')
+    return model
 
 # %% ../nbs/31_export.ipynb #315a3de7
 def export_hf(

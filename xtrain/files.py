@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['ADVICE', 'PICKLES', 'writing', 'sweep', 'discard', 'write_atomic', 'new_dir', 'locked', 'open_safetensors']
 
-# %% ../nbs/12_files.ipynb #7fefef21
-import ctypes, errno, fcntl, json, os, re, secrets, shutil, sys
+# %% ../nbs/12_files.ipynb #73a72b2a
+import ctypes, errno, fcntl, json, math, os, re, secrets, shutil, sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from .config import UserError
 
-# %% ../nbs/12_files.ipynb #13aca8d4
+# %% ../nbs/12_files.ipynb #4b428d2d
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO}
 ADVICE = {errno.ENOSPC: '; free some space and try again', errno.EDQUOT: '; free some space and try again', # What to do about an errno
           errno.EROFS: '; choose another place', errno.EACCES: '; choose a place that you may read and write'}
@@ -157,8 +157,10 @@ def locked(
     try: yield
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #28eab067
+# %% ../nbs/12_files.ipynb #7c8ed7fc
 PICKLES = ('.pt', '.pth', '.bin', '.pkl', '.pickle', '.ckpt')
+
+_BYTES = {'F64': 8, 'F32': 4, 'F16': 2, 'BF16': 2, 'I64': 8, 'I32': 4, 'I16': 2, 'I8': 1, 'U8': 1, 'BOOL': 1, 'F8_E4M3': 1, 'F8_E5M2': 1} # Of a number; the library knows more
 
 def _why_not(path):
     "Why a file is no safetensors file, or None"
@@ -176,8 +178,13 @@ def _why_not(path):
         if n > size-8: return f'is no safetensors file, or cut off: its header should have {n:,} bytes, the file has {size:,}'
         if n > 100_000_000: return f'is no safetensors file: its header has {n:,} bytes, more than 100,000,000'
         f.seek(8)
-        try: need = 8 + n + max([v['data_offsets'][1] for k,v in json.loads(f.read(n)).items() if k != '__metadata__'] or [0])
+        try:
+            table = {k: v for k,v in json.loads(f.read(n)).items() if k != '__metadata__'}
+            need = 8 + n + max([v['data_offsets'][1] for v in table.values()] or [0])
+            fits = lambda v: len(v['shape']) < 17 and v['data_offsets'][1]-v['data_offsets'][0] == math.prod(v['shape'])*_BYTES[v['dtype']] # A product of a million numbers would take for ever
+            odd = next((k for k,v in table.items() if v['dtype'] in _BYTES and not fits(v)), None)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError): return 'is damaged: its header is no JSON table of tensors'
+    if odd is not None: return f'is damaged: the shape of tensor {odd[:100]!r} does not fit the bytes that it has'
     if need != size: return f'is damaged or cut off: its tensors need {need:,} bytes, the file has {size:,}'
 
 # %% ../nbs/12_files.ipynb #566cb3de

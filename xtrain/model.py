@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['weight', 'Block', 'TinyTransformer']
 
-# %% ../nbs/10_model.ipynb #fe341539
+# %% ../nbs/10_model.ipynb #b2981437
 import math
 import torch, torch.nn.functional as F
 from torch import nn, Tensor
@@ -14,7 +14,7 @@ from .config import ModelConfig, UserError
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rope import qk_norm_rope, rope, rope_tables
 from .ops.swiglu import swiglu
-from .ops.attention import attention, attention_path
+from .ops.attention import attention, attention_path, fastest_path
 from .ops.cross_entropy import linear_cross_entropy
 
 # %% ../nbs/10_model.ipynb #50581ff9
@@ -102,7 +102,7 @@ def _check_pad(pad, B:int, cfg:ModelConfig):
     if not isinstance(pad, Tensor) or pad.shape != (B,) or pad.dtype not in (torch.int64, torch.int32): raise UserError(f'pad must be an integer tensor of shape ({B},), one number of left pads for each row')
     if _look(pad) and not bool(((pad >= 0) & (pad < cfg.max_seq_len)).all()): raise UserError(f'pad must be in 0 … {cfg.max_seq_len-1} (max_seq_len={cfg.max_seq_len}), got {pad.tolist()}')
 
-# %% ../nbs/10_model.ipynb #91bf9f66
+# %% ../nbs/10_model.ipynb #836f52b3
 class TinyTransformer(nn.Module):
     "Qwen3: embedding, `n_layers` blocks, final norm, head ([Qwen3 report](https://arxiv.org/abs/2505.09388)); Qwen2 or Llama by two switches of `cfg`"
     def __init__(self,
@@ -143,12 +143,15 @@ class TinyTransformer(nn.Module):
     @property
     def path(self)->str:
         "Which attention runs: `auto` resolved"
-        return attention_path(self.attention)
+        return attention_path(self.attention, *self._where)
 
     @property
     def path_reason(self)->str:
         "Why that one"
-        return 'asked for' if self.attention != 'auto' else f'auto takes {self.path}: the fastest one that supports every case here'
+        return 'asked for' if self.attention != 'auto' else 'auto: ' + fastest_path(*self._where)[1]
+
+    @property
+    def _where(self): return self.embed.device, self.dtype, self.cfg.head_dim
 
     def rope_tables(self, start:int, T:int, device, pad:Tensor|None=None)->tuple[Tensor,Tensor]:
         "cos and sin of positions `start … start+T-1`, `(T, D)`; with `pad` less the padding of each row, `(B, 1, T, D)`"
@@ -173,11 +176,11 @@ class TinyTransformer(nn.Module):
         T = ids_BT.shape[1]
         if pad is not None: _check_pad(pad, len(ids_BT), self.cfg)
         cos, sin = self.rope_tables(start, T, ids_BT.device, pad)
-        x_BTE = F.embedding(ids_BT, self.embed).to(self.dtype)
+        x_BTE, path = F.embedding(ids_BT, self.embed).to(self.dtype), self.path
         again = self.recompute and cache is None and torch.is_grad_enabled()
         for i,b in enumerate(self.blocks):
-            if again: x_BTE = checkpoint(b, x_BTE, cos, sin, self.path, pad, use_reentrant=False, preserve_rng_state=False)
-            else: x_BTE = b(x_BTE, cos, sin, self.path, pad, cache, i)
+            if again: x_BTE = checkpoint(b, x_BTE, cos, sin, path, pad, use_reentrant=False, preserve_rng_state=False)
+            else: x_BTE = b(x_BTE, cos, sin, path, pad, cache, i)
         if cache is not None: cache.advance(T)
         return rms_norm(x_BTE, self.final_norm, self.cfg.eps)
 
