@@ -1,19 +1,20 @@
 // repeat_kv: copy each KV head to its group of query heads, and the gradient: the sum over the group, in order, no atomics.
 // x is [B, Hkv, S, D] seen as [B*Hkv, S*D]; y is [B*Hkv*group, S*D]. Forward reads 1 and writes `group`; backward the reverse.
 #include "common.cuh"
+#include <algorithm>
 
 #ifdef __CUDACC__
-constexpr int THREADS = 256, U = 2;                                 // each thread has U vectors under way
+constexpr int THREADS = 128, U = 2;                                 // each thread has U vectors under way
+// Every element of y is written in memory order, as a copy would; x is read from memory once and then comes out of the cache.
 template <class T, int VEC> __global__ void __launch_bounds__(THREADS) fwd_kernel(const T* __restrict__ x, T* __restrict__ y, int64_t heads, int64_t block, int group) {
     const int64_t i0 = (blockIdx.x * (int64_t)(THREADS * U) + threadIdx.x) * VEC;
-    for (int64_t head = blockIdx.y; head < heads; head += gridDim.y) {
+    for (int64_t head = blockIdx.y; head < heads * group; head += gridDim.y) {
+        const T* in = x + (head >> 31 ? head / group : (unsigned)head / (unsigned)group) * block + i0;
         Vec<T, VEC> v[U];
 #pragma unroll
-        for (int u = 0; u < U; u++) if (i0 + u * THREADS * VEC < block) v[u] = Vec<T, VEC>::load(x + head * block + i0 + u * THREADS * VEC);
-        T* out = y + head * group * block + i0;
-        for (int r = 0; r < group; r++)
+        for (int u = 0; u < U; u++) if (i0 + u * THREADS * VEC < block) v[u] = Vec<T, VEC>::load(in + u * THREADS * VEC);
 #pragma unroll
-            for (int u = 0; u < U; u++) if (i0 + u * THREADS * VEC < block) v[u].store(out + r * block + u * THREADS * VEC);
+        for (int u = 0; u < U; u++) if (i0 + u * THREADS * VEC < block) v[u].store_once(y + head * block + i0 + u * THREADS * VEC);
     }
 }
 template <class T, int VEC> __global__ void __launch_bounds__(THREADS) bwd_kernel(const T* __restrict__ g, T* __restrict__ dx, int64_t heads, int64_t block, int group) {
@@ -40,7 +41,7 @@ template <class T, int VEC> __global__ void __launch_bounds__(THREADS) bwd_kerne
         Vec<T, VEC> out;
 #pragma unroll
         for (int k = 0; k < VEC; k++) out.set(k, s[k]);
-        out.store(dx + head * block + i);
+        out.store_once(dx + head * block + i);
     }
 }
 template <bool FWD> Tensor run(const Tensor& x, int64_t group, Tensor out, int64_t heads, int64_t block) {
@@ -51,7 +52,7 @@ template <bool FWD> Tensor run(const Tensor& x, int64_t group, Tensor out, int64
         const T* px = (const T*)x.const_data_ptr();
         T* po = (T*)out.mutable_data_ptr();
         const bool fast = block % VEC == 0 && aligned16(px);
-        const dim3 g(ceil_div(fast ? block / VEC : block, FWD ? THREADS * U : THREADS), heads < 65535 ? heads : 65535);
+        const dim3 g(ceil_div(fast ? block / VEC : block, FWD ? THREADS * U : THREADS), std::min<int64_t>(FWD ? heads * group : heads, 65535));
         if (FWD && fast) fwd_kernel<T, VEC><<<g, THREADS, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
         else if (FWD) fwd_kernel<T, 1><<<g, THREADS, 0, stream_of(x)>>>(px, po, heads, block, (int)group);
         else if (fast) bwd_kernel<T, VEC><<<g, THREADS, 0, stream_of(x)>>>(px, po, heads, block, (int)group);

@@ -1,13 +1,15 @@
 // RMSNorm y = w * x / sqrt(mean(x^2) + eps) and its gradient, with an optional residual add in the same pass.
+// Forward reads x and writes y, 4 bytes an element in a half precision; backward reads dy and x and writes dx, 6 bytes; with the
+// addition 8 and 8 (x, residual, y, sum; dy, dsum, sum, dx). The gain is read from the cache, one row of dw is written.
 // A row lives in the registers of `tpr` threads, so x is read once; the backward recomputes 1/rms from x instead of
 // keeping it. x * r is rounded to T before the gain, as in the definition (and in transformers), gains in float32 too.
 // Each block of the backward owns a fixed set of rows and sums its share of dw in registers; a second kernel adds the
 // shares in block order, so two runs give the same bits.
 #include "common.cuh"
+#include <type_traits>
 
 #ifdef __CUDACC__
-constexpr int FWD_THREADS = 128, BWD_THREADS = 128;
-constexpr int BWD_STAGES = 2;                                     // rows on their way to a thread, the one it works on included
+constexpr int FWD_THREADS = 128, BWD_THREADS = 128, BWD_AT_ONCE = 256;      // threads of a block of short rows; of the backward on a multiprocessor
 
 // N gains, rounded to T
 template <class T, int N> __device__ __forceinline__ Vec<T, N> load_gain(const void* w, bool w_f32, int i) {
@@ -39,79 +41,124 @@ template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int wi
             for (int k = 0; k < N; k++) x[k] += __shfl_xor_sync(~0u, x[k], o);
 }
 
-// R rows a thread at once, NV vectors of each. WIDE: a row has tpr / 32 whole warps (and R is 1), else tpr <= 32 lanes of one.
-template <class T, int NV, int R, bool WIDE, bool ADD>
-__global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS, 1) fwd_kernel(const T* __restrict__ x, const T* __restrict__ res, const void* __restrict__ w, bool w_f32,
-                                                                        T* __restrict__ y, T* __restrict__ sum, int64_t rows, int D, int tpr, float eps) {
+// R rows a thread at once, NV vectors of each. WIDE: a block is one row; else a row is 1 << shift lanes of a warp. FULL:
+// no vector and no row is missing at an end. All loads come before the first use.
+template <class T, int NV, int R, bool WIDE, bool FULL, bool ADD>
+__global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS) fwd_kernel(const T* __restrict__ x, const T* __restrict__ res, const void* __restrict__ w, bool w_f32,
+                                                                     T* __restrict__ y, T* __restrict__ sum, int64_t rows, int D, int shift, float one_over_D, float eps) {
     constexpr int VEC = 16 / sizeof(T);
     using V = Vec<T, VEC>;
     __shared__ float partial[16];
-    const int groups = blockDim.x / tpr, lane = threadIdx.x % tpr, group = threadIdx.x / tpr;
-    const int64_t first = blockIdx.x * (int64_t)(groups * R) + group;
-    V v[R][NV];
+    const int tpr = WIDE ? blockDim.x : 1 << shift, groups = WIDE ? 1 : blockDim.x >> shift;
+    const int lane = WIDE ? threadIdx.x : threadIdx.x & (tpr - 1), c = lane * VEC;
+    const int64_t first = WIDE ? blockIdx.x : blockIdx.x * (int64_t)(groups * R) + (threadIdx.x >> shift), o = first * D + c;
+    const auto live = [&](int k, int j) { return FULL || ((WIDE || first + k * groups < rows) && c + j * tpr * VEC < D); };
+    const auto at = [&](int k, int j) { return k * groups * D + j * tpr * VEC; };
+    V v[R][NV], a[R][NV];
     float ss[R] = {};
 #pragma unroll
     for (int k = 0; k < R; k++)
 #pragma unroll
-        for (int j = 0; j < NV; j++) {
-            const int c = (lane + j * tpr) * VEC;
-            if (first + k * groups < rows && c < D) v[k][j] = V::load(x + (first + k * groups) * D + c);
+        for (int j = 0; j < NV; j++) if (live(k, j)) {
+            v[k][j] = V::load(x + o + at(k, j));
+            if (ADD) a[k][j] = V::load(res + o + at(k, j));
         }
 #pragma unroll
     for (int k = 0; k < R; k++)
 #pragma unroll
-        for (int j = 0; j < NV; j++) {
-            const int c = (lane + j * tpr) * VEC;
-            if (first + k * groups >= rows || c >= D) continue;
+        for (int j = 0; j < NV; j++) if (live(k, j)) {
             if (ADD) {
-                const int64_t o = (first + k * groups) * D + c;
-                const V r = V::load(res + o);
 #pragma unroll
-                for (int i = 0; i < VEC / 2; i++) v[k][j].pair(i) = add_rn(v[k][j].pair(i), r.pair(i));
-                v[k][j].store_once(sum + o);
+                for (int i = 0; i < VEC / 2; i++) v[k][j].pair(i) = add_rn(v[k][j].pair(i), a[k][j].pair(i));
+                v[k][j].store_once(sum + o + at(k, j));
             }
 #pragma unroll
             for (int i = 0; i < VEC; i++) ss[k] += v[k][j][i] * v[k][j][i];
         }
     lane_sums(ss, WIDE ? 32 : tpr);
     if (WIDE) {
-        const int warps = tpr / 32;
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = ss[0];
         __syncthreads();
         ss[0] = 0.f;
-        for (int k = 0; k < warps; k++) ss[0] += partial[group * warps + k];
+#pragma unroll 1
+        for (int k = 0; k < blockDim.x / 32; k++) ss[0] += partial[k];
+    }
+    int late = c;
+#pragma unroll
+    for (int k = 0; k < R; k++) ss[k] = rsqrtf(ss[k] * one_over_D + eps);
+    asm volatile("" : "+r"(late) : "f"(ss[0]));                     // the gains wait for the sum: loaded before it they cost registers, and those cost warps
+#pragma unroll
+    for (int j = 0; j < NV; j++) {
+        V wv;
+        asm volatile("" : "+r"(late));
+        if (FULL || late + j * tpr * VEC < D) wv = load_gain<T, VEC>(w, w_f32, late + j * tpr * VEC);
+#pragma unroll
+        for (int k = 0; k < R; k++) if (live(k, j)) {
+            v[k][j].repack();
+            normed(v[k][j], ss[k], wv).store_once(y + o + at(k, j));
+        }
+    }
+}
+
+// A block is one row of 2 * TPR vectors: every address is known at compile time, and with 32 registers a multiprocessor is full.
+template <class T, class W, int TPR, bool ADD>
+__global__ void __launch_bounds__(TPR) fwd_row(const T* __restrict__ x, const T* __restrict__ res, const W* __restrict__ w, T* __restrict__ y, T* __restrict__ sum, float eps) {
+    constexpr int VEC = 16 / sizeof(T), D = 2 * TPR * VEC;
+    using V = Vec<T, VEC>;
+    __shared__ float partial[TPR / 32];
+    const int c = threadIdx.x * VEC;
+    const int64_t o = blockIdx.x * (int64_t)D + c;
+    V v[2], a[2], g[2];
+    float ss[1] = {};
+#pragma unroll
+    for (int j = 0; j < 2; j++) { v[j] = V::load(x + o + j * TPR * VEC); if (ADD) a[j] = V::load(res + o + j * TPR * VEC); }
+    constexpr bool MASTER = sizeof(W) != sizeof(T);                 // a float32 gain of half-precision rows waits, it would take too many registers
+    if (!MASTER) {                                                  // not `if constexpr` before a loop with a pragma: nvcc 13.0 left out the loop behind it
+#pragma unroll
+        for (int j = 0; j < 2; j++) g[j] = V::load((const T*)w + c + j * TPR * VEC);
     }
 #pragma unroll
-    for (int k = 0; k < R; k++) {
-        const float r = __frsqrt_rn(ss[k] / D + eps);
+    for (int j = 0; j < 2; j++) {
+        if (ADD) {
 #pragma unroll
-        for (int j = 0; j < NV; j++) {
-            const int c = (lane + j * tpr) * VEC;
-            if (first + k * groups < rows && c < D) {
-                v[k][j].repack();
-                normed(v[k][j], r, load_gain<T, VEC>(w, w_f32, c)).store_once(y + (first + k * groups) * D + c);
-            }
+            for (int i = 0; i < VEC / 2; i++) v[j].pair(i) = add_rn(v[j].pair(i), a[j].pair(i));
+            v[j].store_once(sum + o + j * TPR * VEC);
         }
+#pragma unroll
+        for (int i = 0; i < VEC; i++) ss[0] += v[j][i] * v[j][i];
+    }
+    lane_sums(ss, 32);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = ss[0];
+    __syncthreads();
+    ss[0] = 0.f;
+#pragma unroll
+    for (int k = 0; k < TPR / 32; k++) ss[0] += partial[k];
+    const float r = rsqrtf(ss[0] / D + eps);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        v[j].repack();
+        if (MASTER) g[j] = load_gain<T, VEC>(w, true, c + j * TPR * VEC);
+        normed(v[j], r, g[j]).store_once(y + o + j * TPR * VEC);
     }
 }
 
 // dx = r*(g*w) - x * r^3 * mean(g*w*x) [+ dsum];  dw = sum over rows of g * x * r
 // Each thread copies its own vectors of the next rows to shared memory while it works on these, so the loads in flight do not
 // depend on registers or occupancy, and only the sums over a row need a barrier.
-template <class T, int NV, int R, bool WIDE, bool ADD>
+template <class T, int NV, int R, int STAGES, bool WIDE, bool FULL, bool ADD>
 __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ dsum, const void* __restrict__ w, bool w_f32,
-                                                                        T* __restrict__ dx, float* __restrict__ dw_part, int64_t rows, int D, int tpr, float eps) {
-    constexpr int VEC = 16 / sizeof(T), IN = ADD ? 3 : 2, STAGES = BWD_STAGES;
+                                                                        T* __restrict__ dx, float* __restrict__ dw_part, int64_t rows, int D, int shift, float one_over_D, float eps) {
+    constexpr int VEC = 16 / sizeof(T), IN = ADD ? 3 : 2;
     using V = Vec<T, VEC>;
     __shared__ float2 partial[2][16];
     extern __shared__ __align__(16) unsigned char dynamic[];
     V* ring = reinterpret_cast<V*>(dynamic);                      // [STAGES][R][NV][IN][blockDim.x]
-    const int groups = WIDE ? 1 : blockDim.x / tpr, lane = WIDE ? threadIdx.x : threadIdx.x % tpr, group = WIDE ? 0 : threadIdx.x / tpr;
+    const int tpr = WIDE ? blockDim.x : 1 << shift, groups = WIDE ? 1 : blockDim.x >> shift, lane = WIDE ? threadIdx.x : threadIdx.x & (tpr - 1), group = WIDE ? 0 : threadIdx.x >> shift;
     const int64_t stride = gridDim.x * (int64_t)(groups * R);
     float dw[NV][VEC] = {};
     V wv[NV];
 #pragma unroll
-    for (int j = 0; j < NV; j++) if ((lane + j * tpr) * VEC < D) wv[j] = load_gain<T, VEC>(w, w_f32, (lane + j * tpr) * VEC);
+    for (int j = 0; j < NV; j++) if (FULL || (lane + j * tpr) * VEC < D) wv[j] = load_gain<T, VEC>(w, w_f32, (lane + j * tpr) * VEC);
     auto slot = [&](int stage, int k, int j, int which) { return ring + (((stage * R + k) * NV + j) * IN + which) * blockDim.x + threadIdx.x; };
     auto fetch = [&](int64_t first, int stage) {
 #pragma unroll
@@ -120,7 +167,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
             for (int j = 0; j < NV; j++) {
                 const int c = (lane + j * tpr) * VEC;
                 const int64_t row = first + k * groups;
-                if (row < rows && c < D) {
+                if (row < rows && (FULL || c < D)) {
                     copy_async(slot(stage, k, j, 0), x + row * D + c);
                     copy_async(slot(stage, k, j, 1), g + row * D + c);
                     if (ADD) copy_async(slot(stage, k, j, 2), dsum + row * D + c);
@@ -141,7 +188,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
         for (int k = 0; k < R; k++)
 #pragma unroll
             for (int j = 0; j < NV; j++)
-                if (first + k * groups < rows && (lane + j * tpr) * VEC < D) {
+                if (first + k * groups < rows && (FULL || (lane + j * tpr) * VEC < D)) {
                     xc[k][j] = *slot(stage, k, j, 0); gc[k][j] = *slot(stage, k, j, 1);
 #pragma unroll
                     for (int i = 0; i < VEC; i++) sums[2 * k] += xc[k][j][i] * xc[k][j][i], sums[2 * k + 1] += gc[k][j][i] * wv[j][i] * xc[k][j][i];
@@ -150,16 +197,17 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
         if (WIDE) {
             if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = {sums[0], sums[1]};
             __syncthreads();
-            sums[0] = sums[1] = 0.f;
-            for (int k = 0; k < blockDim.x / 32; k++) sums[0] += partial[turn][k].x, sums[1] += partial[turn][k].y;
+            const float2 t = (threadIdx.x & 15) < blockDim.x / 32 ? partial[turn][threadIdx.x & 15] : float2{0.f, 0.f};
+            sums[0] = t.x; sums[1] = t.y;
+            lane_sums(sums, 16);
         }
 #pragma unroll
         for (int k = 0; k < R; k++) {
-            const float r = __frsqrt_rn(sums[2 * k] / D + eps), m = sums[2 * k + 1] / D * r * r;
+            const float r = rsqrtf(sums[2 * k] * one_over_D + eps), m = sums[2 * k + 1] * one_over_D * r * r;
 #pragma unroll
             for (int j = 0; j < NV; j++) {
                 const int c = (lane + j * tpr) * VEC;
-                if (first + k * groups < rows && c < D) {
+                if (first + k * groups < rows && (FULL || c < D)) {
                     V d;
                     if (ADD) d = *slot(stage, k, j, 2);
                     xc[k][j].repack(); gc[k][j].repack();
@@ -185,7 +233,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
 #pragma unroll
         for (int i = 0; i < VEC; i++) {
             const int c = (lane + j * tpr) * VEC + i;
-            if (c < D) out[c] = dw[j][i];
+            if ((FULL || c < D)) out[c] = dw[j][i];
         }
     if (!WIDE) {
         __syncthreads();
@@ -210,7 +258,7 @@ __global__ void fwd_any(const T* x, const T* res, const void* w, bool w_f32, T* 
         if (ADD) { v = round_to<T>(v + to_float(res[o + c])); sum[o + c] = from_float<T>(v); }
         ss += v * v;
     }
-    const float r = __frsqrt_rn(block_sum(ss, smem) / D + eps);
+    const float r = rsqrtf(block_sum(ss, smem) * (1.f / D) + eps);
     for (int64_t c = threadIdx.x; c < D; c += blockDim.x)
         y[o + c] = from_float<T>(any_gain<T>(w, w_f32, c) * round_to<T>(to_float((ADD ? sum : x)[o + c]) * r));
 }
@@ -224,7 +272,7 @@ __global__ void bwd_any(const T* g, const T* x, const T* dsum, const void* w, bo
         ss += v * v; dot += to_float(g[o + c]) * any_gain<T>(w, w_f32, c) * v;
     }
     const float2 sum = block_sum(make_float2(ss, dot), smem);
-    const float r = __frsqrt_rn(sum.x / D + eps), k = sum.y / D * r * r;
+    const float r = rsqrtf(sum.x * (1.f / D) + eps), k = sum.y * (1.f / D) * r * r;
     for (int64_t c = threadIdx.x; c < D; c += blockDim.x) {
         const float t = r * (to_float(g[o + c]) * any_gain<T>(w, w_f32, c) - to_float(x[o + c]) * k);
         dx[o + c] = from_float<T>(ADD ? t + to_float(dsum[o + c]) : t);
@@ -240,22 +288,22 @@ __global__ void dw_any(const T* g, const T* x, const float* rstd, float* dw_part
     dw_part[blockIdx.y * D + c] = s;
 }
 
-// How a row is spread: up to 64 vectors over the lanes of one warp, more over whole warps; ragged, unaligned or very wide
-// rows take `*_any`. On an H200 few loads in flight and evict-first stores are fastest: the forward has 64 threads for a row of
-// up to 8 vectors each, the backward 2 vectors a thread, one row ahead, and 512 threads on a multiprocessor.
-struct Plan { int nv, tpr; bool wide, fast; };
-template <class T> Plan plan(int64_t D, bool aligned, bool forward) {
+// How a row is spread: up to 64 vectors over the lanes of one warp, more over the warps of a block; ragged, unaligned or very wide
+// rows take `*_any`. On an H200 the forward wants many warps with little under way each, the backward few warps that copy three rows ahead.
+struct Plan { int nv, tpr, shift; bool wide, fast, full; };     // full: every thread has all its vectors
+template <class T> Plan plan(int64_t D, bool aligned, int most) {
     constexpr int VEC = 16 / sizeof(T);
     const int64_t vecs = D / VEC;
-    Plan p{1, 32, vecs > 64, aligned && D % VEC == 0};
+    Plan p{1, 32, 0, vecs > 64, aligned && D % VEC == 0, false};
     if (p.wide) {
-        if (forward) p.nv = vecs <= 128 ? 2 : vecs <= 256 ? 4 : 8;
-        else p.nv = 2;
+        p.nv = most == 2 || vecs <= 128 ? 2 : vecs <= 256 ? 4 : 8;
         p.tpr = (int)(ceil_div(vecs, 32 * p.nv) * 32);
         p.fast = p.fast && vecs <= 512 * p.nv;
     }
     else if (vecs <= 32) p.tpr = pow2_at_least(vecs);
     else p.nv = 2;
+    while (1 << p.shift < p.tpr) p.shift++;
+    p.full = vecs == p.nv * p.tpr;
     return p;
 }
 
@@ -269,17 +317,33 @@ template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tenso
         const T *px = (const T*)x.const_data_ptr(), *pr = ADD ? (const T*)res->const_data_ptr() : nullptr;
         T *py = (T*)y.mutable_data_ptr(), *ps = ADD ? (T*)sum->mutable_data_ptr() : nullptr;
         const void* pw = w.const_data_ptr();
-        const Plan p = plan<T>(D, aligned16(px) && aligned16(pr) && aligned16(py) && aligned16(ps) && aligned16(pw), true);
-        auto launch = [&](auto kernel, int R) {
-            const int threads = FWD_THREADS % p.tpr ? p.tpr : FWD_THREADS;
-            kernel<<<ceil_div(rows, threads / p.tpr * R), threads, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, (int)D, p.tpr, (float)eps);
+        const Plan p = plan<T>(D, aligned16(px) && aligned16(pr) && aligned16(py) && aligned16(ps) && aligned16(pw), 8);
+        auto launch = [&](auto kernel, int threads, int each) {
+            kernel<<<ceil_div(rows, each), threads, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, (int)D, p.shift, 1.f / D, (float)eps);
         };
-        if (!p.fast) fwd_any<T, ADD><<<rows, 256, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, D, (float)eps);
-        else if (p.wide && p.nv == 8) launch(fwd_kernel<T, 8, 1, true, ADD>, 1);
-        else if (p.wide && p.nv == 4) launch(fwd_kernel<T, 4, 1, true, ADD>, 1);
-        else if (p.wide) launch(fwd_kernel<T, 2, 1, true, ADD>, 1);
-        else if (p.nv == 2) launch(fwd_kernel<T, 2, 1, false, ADD>, 1);
-        else launch(fwd_kernel<T, 1, 2, false, ADD>, 2);
+        auto wide = [&](auto nv) { launch(fwd_kernel<T, nv.value, 1, true, false, ADD>, p.tpr, 1); };
+        auto row = [&](auto tpr) {
+            if (w_f32) fwd_row<T, float, tpr.value, ADD><<<rows, tpr.value, 0, s>>>(px, pr, (const float*)pw, py, ps, (float)eps);
+            else fwd_row<T, T, tpr.value, ADD><<<rows, tpr.value, 0, s>>>(px, pr, (const T*)pw, py, ps, (float)eps);
+        };
+        auto narrow = [&](auto nv, auto R) {
+            const int each = FWD_THREADS / p.tpr * R.value;
+            if (p.full && rows % each == 0) launch(fwd_kernel<T, nv.value, R.value, false, true, ADD>, FWD_THREADS, each);
+            else launch(fwd_kernel<T, nv.value, R.value, false, false, ADD>, FWD_THREADS, each);
+        };
+        using std::integral_constant;
+        using one = integral_constant<int, 1>; using two = integral_constant<int, 2>;
+        const int64_t vecs = p.fast ? D * (int64_t)sizeof(T) / 16 : 0;
+        if (vecs == 128) row(integral_constant<int, 64>());
+        else if (vecs == 256) row(integral_constant<int, 128>());
+        else if (vecs == 512) row(integral_constant<int, 256>());
+        else if (vecs == 1024) row(integral_constant<int, 512>());
+        else if (!p.fast) fwd_any<T, ADD><<<rows, 256, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, D, (float)eps);
+        else if (p.wide && p.nv == 8) wide(integral_constant<int, 8>());
+        else if (p.wide && p.nv == 4) wide(integral_constant<int, 4>());
+        else if (p.wide) wide(two());
+        else if (p.nv == 2) narrow(two(), one());
+        else narrow(one(), two());
     });
     check_launch("rms_norm forward");
 }
@@ -294,7 +358,7 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
         const T *pg = (const T*)g.const_data_ptr(), *px = (const T*)x.const_data_ptr(), *pd = ADD ? (const T*)dsum->const_data_ptr() : nullptr;
         T* pdx = (T*)dx.mutable_data_ptr();
         const void* pw = w.const_data_ptr();
-        const Plan p = plan<T>(D, aligned16(pg) && aligned16(px) && aligned16(pd) && aligned16(pdx) && aligned16(pw), false);
+        const Plan p = plan<T>(D, aligned16(pg) && aligned16(px) && aligned16(pd) && aligned16(pdx) && aligned16(pw), 2);
         int64_t parts = rows < 256 ? rows : 256;
         Tensor part = x;
         if (!p.fast) {
@@ -303,19 +367,22 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
             bwd_any<T, ADD><<<rows, 256, 0, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)rstd.mutable_data_ptr(), rows, D, (float)eps);
             dw_any<T><<<dim3(ceil_div(D, 128), parts), 128, 0, s>>>(pg, px, (const float*)rstd.const_data_ptr(), (float*)part.mutable_data_ptr(), rows, D);
         } else {
-            auto launch = [&](auto kernel, int R) {
+            auto launch = [&](auto kernel, int R, int stages) {
                 const int threads = p.wide ? p.tpr : BWD_THREADS, groups = threads / p.tpr;
-                int smem = BWD_STAGES * R * p.nv * (ADD ? 3 : 2) * threads * 16;
+                int smem = stages * R * p.nv * (ADD ? 3 : 2) * threads * 16;
                 if (!p.wide && smem < groups * D * 4) smem = groups * D * 4;
                 if (smem > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-                const int64_t want = (int64_t)sm_count() * (512 / threads), have = ceil_div(rows, groups * R);
+                const int64_t want = (int64_t)sm_count() * (threads < BWD_AT_ONCE ? BWD_AT_ONCE / threads : 1), have = ceil_div(rows, groups * R);
                 parts = want < have ? want : have;
                 part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
-                kernel<<<parts, threads, smem, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)part.mutable_data_ptr(), rows, (int)D, p.tpr, (float)eps);
+                kernel<<<parts, threads, smem, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)part.mutable_data_ptr(), rows, (int)D, p.shift, 1.f / D, (float)eps);
             };
-            if (p.wide) launch(bwd_kernel<T, 2, 1, true, ADD>, 1);
-            else if (p.nv == 2) launch(bwd_kernel<T, 2, 1, false, ADD>, 1);
-            else launch(bwd_kernel<T, 1, 2, false, ADD>, 2);
+            if (p.wide && p.tpr > 256) launch(bwd_kernel<T, 2, 1, 2, true, false, ADD>, 1, 2);      // four would not fit into 99 KiB, what some cards have
+            else if (p.wide && p.full) launch(bwd_kernel<T, 2, 1, 4, true, true, ADD>, 1, 4);
+            else if (p.wide) launch(bwd_kernel<T, 2, 1, 4, true, false, ADD>, 1, 4);
+            else if (p.nv == 2) launch(bwd_kernel<T, 2, 1, 4, false, false, ADD>, 1, 4);
+            else if (p.full) launch(bwd_kernel<T, 1, 2, 4, false, true, ADD>, 2, 4);
+            else launch(bwd_kernel<T, 1, 2, 4, false, false, ADD>, 2, 4);
         }
         check_launch("rms_norm backward");
         reduce_parts<T>(part.const_data_ptr(), dw.mutable_data_ptr(), w_f32, parts, D, s);

@@ -7,31 +7,34 @@
 
 #ifdef __CUDACC__
 // Measured on an H200: heads that a group turns at once, threads of a block, and blocks of the norm's gradient on a multiprocessor
-constexpr int TURN_HEADS = 4, TURN_THREADS = 128, GRAD_HEADS = 2, GRAD_THREADS = 128, GRAD_BLOCKS = 3;
+constexpr int TURN_HEADS = 4, TURN_THREADS = 256, GRAD_HEADS = 4, GRAD_THREADS = 192, GRAD_BLOCKS = 2;
 
-struct Strides { int64_t b, h, t; };
-// x is [B, H, T, D] with any strides but a dense last axis. An item is one token and every `groups`-th of its heads; items are
-// numbered in the order of x's memory, so that neighbouring lanes touch neighbouring addresses.
-struct Shape {
+template <class I> struct Strides { I b, h, t; };
+// x is [B, H, T, D] with any strides but a dense last axis, which count vectors where a lane moves vectors (I is unsigned), else
+// elements. An item is one token and every `groups`-th of its heads; items are numbered in the order of x's memory, so that
+// neighbouring lanes touch neighbouring addresses.
+template <class I> struct Shape {
     int64_t items;
-    int B, H, T, D, lanes, groups;
+    int B, H, T, D, lanes, shift, groups;                         // of a group: its lanes and their logarithm
+    float one_over_D;
     bool heads_inside;                                            // memory order B, T, H (what a projection writes), else B, H, T
     Divisor inner, outer;                                         // of an item's number: sizes of the innermost axis, and of the next
-    Strides x, y, g, cs, sn;                                      // of x, the result, the gradient and the tables (0: the axis is shared)
-    // The token (b, t) of an item and its first head h; the others are h + groups, h + 2 * groups, ..., as long as they are below H.
-    __device__ __forceinline__ void split(int64_t item, int& b, int& h, int& t) const {
-        int i1, i2;
+    Strides<I> x, y, g, cs, sn;                                   // of x, the result, the gradient and the tables (0: the axis is shared)
+    int64_t next_x, next_y, next_g;                               // from one head of an item to the next
+    // The token (b, t) of an item and its first head h; the others are h + groups, h + 2 * groups, ...
+    __device__ __forceinline__ void split(int64_t item, unsigned& b, unsigned& h, unsigned& t) const {
+        unsigned i1, i2;
         if (item >> 31) {
             const int64_t q = item / inner.d;
-            i1 = (int)(item - q * inner.d); b = (int)(q / outer.d); i2 = (int)(q - b * (int64_t)outer.d);
+            i1 = (unsigned)(item - q * inner.d); b = (unsigned)(q / outer.d); i2 = (unsigned)(q - b * (int64_t)outer.d);
         } else {
             const unsigned r = (unsigned)item, q = inner.quotient(r), p = outer.quotient(q);
-            i1 = (int)(r - q * inner.d); i2 = (int)(q - p * outer.d); b = (int)p;
+            i1 = r - q * inner.d; i2 = q - p * outer.d; b = p;
         }
         h = heads_inside ? i1 : i2; t = heads_inside ? i2 : i1;
     }
 };
-__device__ __forceinline__ int64_t place(const Strides& s, int b, int h, int t) { return b * s.b + h * s.h + t * s.t; }
+template <class I> __device__ __forceinline__ int64_t place(const Strides<I>& s, unsigned b, unsigned h, unsigned t) { return (int64_t)((uint64_t)b * s.b + (uint64_t)h * s.h + (uint64_t)t * s.t); }
 
 template <class T> constexpr int VEC = 16 / sizeof(T);
 template <class T> using V = Vec<T, VEC<T>>;                      // one lane's channels
@@ -69,22 +72,20 @@ template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int la
 
 // y = turn(x) or turn(norm(x)); BACK turns by the negative angle, which is the gradient.
 template <class T, int HEADS, bool NORM, bool BACK>
-__global__ void __launch_bounds__(TURN_THREADS, 1) turn_kernel(const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32, T* __restrict__ y, Shape S, float eps) {
-    const int lane = threadIdx.x % S.lanes, c = lane * VEC<T>, half = S.D / 2;
-    const bool low = c < half;
-    const int64_t item = blockIdx.x * (int64_t)(blockDim.x / S.lanes) + threadIdx.x / S.lanes;
-    const bool on = item < S.items && c < S.D;
-    int b, h, t;
+__global__ void __launch_bounds__(TURN_THREADS) turn_kernel(const V<T>* __restrict__ x, const V<T>* __restrict__ cs, const V<T>* __restrict__ sn, const void* __restrict__ w, bool w_f32, V<T>* __restrict__ y, Shape<unsigned> S, float eps) {
+    const int lane = threadIdx.x & (S.lanes - 1), vecs = S.D / VEC<T>, half = vecs / 2;
+    const bool low = lane < half;
+    const int64_t item = blockIdx.x * (int64_t)(TURN_THREADS >> S.shift) + (threadIdx.x >> S.shift);
+    const bool on = item < S.items && lane < vecs;
+    unsigned b, h, t;
     S.split(item < S.items ? item : 0, b, h, t);
-    const T* px = x + place(S.x, b, h, t) + c;
-    T* py = y + place(S.y, b, h, t) + c;
-    const int64_t next_x = S.groups * S.x.h, next_y = S.groups * S.y.h;
     V<T> v[HEADS] = {}, cv, sv;
-#pragma unroll
-    for (int k = 0; k < HEADS; k++) if (on && h + k * S.groups < S.H) v[k] = V<T>::load(px + k * next_x);
     if (on) {
-        cv = V<T>::load(cs + place(S.cs, b, h, t) + c);
-        sv = V<T>::load(sn + place(S.sn, b, h, t) + (!BACK ? c : low ? c + half : c - half));
+        x += place(S.x, b, h, t) + lane;
+#pragma unroll
+        for (int k = 0; k < HEADS; k++) v[k] = x[k * S.next_x];
+        cv = cs[place(S.cs, b, h, t) + lane];
+        sv = sn[place(S.sn, b, h, t) + (!BACK ? lane : low ? lane + half : lane - half)];
         if (low != BACK)
 #pragma unroll
             for (int i = 0; i < VEC<T> / 2; i++) sv.pair(i) = negative(sv.pair(i));
@@ -97,29 +98,30 @@ __global__ void __launch_bounds__(TURN_THREADS, 1) turn_kernel(const T* __restri
             for (int i = 0; i < VEC<T>; i++) ss[k] += v[k][i] * v[k][i];
         lane_sums(ss, S.lanes);
         if (on) {
-            const V<T> wv = load_gain<T>(w, w_f32, c);
+            const V<T> wv = load_gain<T>(w, w_f32, lane * VEC<T>);
 #pragma unroll
-            for (int k = 0; k < HEADS; k++) { v[k].repack(); v[k] = normed<T>(v[k], __frsqrt_rn(ss[k] / S.D + eps), wv); }
+            for (int k = 0; k < HEADS; k++) { v[k].repack(); v[k] = normed<T>(v[k], rsqrtf(ss[k] * S.one_over_D + eps), wv); }
         }
     }
-    const int away = half / VEC<T>, other = (threadIdx.x & 31) + (c >= S.D ? 0 : low ? away : -away);
+    const int other = (threadIdx.x & 31) + (lane >= vecs ? 0 : low ? half : -half);
+    T* to = reinterpret_cast<T*>(y + place(S.y, b, h, t) + lane);
 #pragma unroll
     for (int k = 0; k < HEADS; k++) {
         const V<T> u = from_lane<T>(v[k], other);
-        if (on && h + k * S.groups < S.H) {
+        if (on) {
             V<T> o;
 #pragma unroll
             for (int i = 0; i < VEC<T> / 2; i++) o.pair(i) = add_rn(mul_rn(v[k].pair(i), cv.pair(i)), mul_rn(u.pair(i), sv.pair(i)));
-            o.store_once(py + k * next_y);
+            o.store_once(to + k * S.next_y * VEC<T>);
         }
     }
 }
 // Heads of any even width, any alignment: a thread for each pair of channels
 template <class T, bool BACK>
-__global__ void turn_any(const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, T* __restrict__ y, Shape S) {
+__global__ void turn_any(const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, T* __restrict__ y, Shape<int64_t> S) {
     const int half = S.D / 2;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < S.items * half; i += gridDim.x * (int64_t)blockDim.x) {
-        int b, h, t;
+        unsigned b, h, t;
         S.split(i / half, b, h, t);
         const int c = (int)(i % half);
         const T *px = x + place(S.x, b, h, t) + c, *pc = cs + place(S.cs, b, h, t) + c, *ps = sn + place(S.sn, b, h, t) + c;
@@ -133,83 +135,84 @@ __global__ void turn_any(const T* __restrict__ x, const T* __restrict__ cs, cons
 
 // Gradient of turn(norm(x)). With a = the gradient turned back, r = 1/rms and m = mean(a*w*x) * r^2:
 // dx = r * (a*w - x*m),  dw = sum over heads and tokens of a * x * r.  All in float32, rounded once.
-// Here a lane holds the same channels of both halves. It copies what it needs of the next token to shared memory while it works on this one.
+// A lane copies what it needs of the next token to shared memory while it works on this one.
 template <class T, int HEADS>
-__global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ cs, const T* __restrict__ sn, const void* __restrict__ w, bool w_f32,
-                                                               T* __restrict__ dx, float* __restrict__ dw_part, Shape S, float eps) {
+__global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const V<T>* __restrict__ g, const V<T>* __restrict__ x, const V<T>* __restrict__ cs, const V<T>* __restrict__ sn, const void* __restrict__ w, bool w_f32,
+                                                               V<T>* __restrict__ dx, float* __restrict__ dw_part, Shape<unsigned> S, float eps) {
     extern __shared__ __align__(16) unsigned char dynamic[];
-    V<T>* ring = reinterpret_cast<V<T>*>(dynamic) + threadIdx.x;  // [2][HEADS][4][GRAD_THREADS]
-    const int lane = threadIdx.x % S.lanes, slot = threadIdx.x / S.lanes, slots = GRAD_THREADS / S.lanes, half = S.D / 2, c = lane * VEC<T>;
-    const bool on = c < half;
-    const int64_t stride = gridDim.x * (int64_t)slots, next_x = S.groups * S.x.h, next_g = S.groups * S.g.h, next_y = S.groups * S.y.h;
-    float dw1[VEC<T>] = {}, dw2[VEC<T>] = {};
-    V<T> w1 = {}, w2 = {};
-    if (on) { w1 = load_gain<T>(w, w_f32, c); w2 = load_gain<T>(w, w_f32, half + c); }
+    V<T>* ring = reinterpret_cast<V<T>*>(dynamic) + threadIdx.x;  // [GSTG][HEADS][2][GRAD_THREADS]
+    const int lane = threadIdx.x & (S.lanes - 1), slot = threadIdx.x >> S.shift, slots = GRAD_THREADS >> S.shift, vecs = S.D / VEC<T>, half = vecs / 2, c = lane * VEC<T>;
+    const bool on = lane < vecs, low = lane < half;
+    const int other = (threadIdx.x & 31) + (!on ? 0 : low ? half : -half);
+    const int64_t stride = gridDim.x * (int64_t)slots;
+    float dw[VEC<T>] = {};
+    V<T> wv = {};
+    if (on) wv = load_gain<T>(w, w_f32, c);
+    struct Item { V<T>* dx; const V<T> *cs, *sn; bool live; };
     auto fetch = [&](int64_t item, int stage) {
-        if (on && item < S.items) {
-            int b, h, t;
+        Item i{};
+        i.live = on && item < S.items;
+        if (i.live) {
+            unsigned b, h, t;
             S.split(item, b, h, t);
-            const T *px = x + place(S.x, b, h, t) + c, *pg = g + place(S.g, b, h, t) + c;
-#pragma unroll
-            for (int k = 0; k < HEADS; k++) if (h + k * S.groups < S.H) {
-                V<T>* to = ring + (stage * HEADS + k) * 4 * GRAD_THREADS;
-                copy_async(to, px + k * next_x); copy_async(to + GRAD_THREADS, px + k * next_x + half);
-                copy_async(to + 2 * GRAD_THREADS, pg + k * next_g); copy_async(to + 3 * GRAD_THREADS, pg + k * next_g + half);
-            }
-        }
-        copy_commit();
-    };
-    int64_t item = blockIdx.x * (int64_t)slots + slot;
-    fetch(item, 0);
-    int stage = 0;
-    for (int64_t base = blockIdx.x * (int64_t)slots; base < S.items; base += stride, item += stride, stage ^= 1) {
-        const bool live = on && item < S.items;
-        int b, h, t;
-        S.split(item < S.items ? item : 0, b, h, t);
-        V<T> c1 = {}, c2 = {}, s1 = {}, s2 = {}, x1[HEADS] = {}, x2[HEADS] = {}, g1[HEADS] = {}, g2[HEADS] = {};
-        if (live) {
-            const T *pc = cs + place(S.cs, b, h, t) + c, *ps = sn + place(S.sn, b, h, t) + c;
-            c1 = V<T>::load(pc); c2 = V<T>::load(pc + half); s1 = V<T>::load(ps); s2 = V<T>::load(ps + half);
-        }
-        fetch(item + stride, stage ^ 1);
-        copy_wait<1>();
-#pragma unroll
-        for (int k = 0; k < HEADS; k++) if (live && h + k * S.groups < S.H) {
-            const V<T>* from = ring + (stage * HEADS + k) * 4 * GRAD_THREADS;
-            x1[k] = from[0]; x2[k] = from[GRAD_THREADS]; g1[k] = from[2 * GRAD_THREADS]; g2[k] = from[3 * GRAD_THREADS];
-        }
-        float a1[HEADS][VEC<T>], a2[HEADS][VEC<T>], sums[2 * HEADS] = {};   // the gradient turned back; x^2 and a*w*x of each head
-#pragma unroll
-        for (int i = 0; i < VEC<T>; i++)
+            const V<T> *px = x + place(S.x, b, h, t) + lane, *pg = g + place(S.g, b, h, t) + lane;
 #pragma unroll
             for (int k = 0; k < HEADS; k++) {
-                a1[k][i] = g1[k][i] * c1[i] + g2[k][i] * s2[i];
-                a2[k][i] = g2[k][i] * c2[i] - g1[k][i] * s1[i];
-                sums[2 * k] += x1[k][i] * x1[k][i]; sums[2 * k] += x2[k][i] * x2[k][i];
-                sums[2 * k + 1] += a1[k][i] * w1[i] * x1[k][i]; sums[2 * k + 1] += a2[k][i] * w2[i] * x2[k][i];
+                V<T>* to = ring + (stage * HEADS + k) * 2 * GRAD_THREADS;
+                copy_async(to, px + k * S.next_x); copy_async(to + GRAD_THREADS, pg + k * S.next_g);
             }
-        lane_sums(sums, S.lanes);
-        T* pd = dx + place(S.y, b, h, t) + c;
+            i.dx = dx + place(S.y, b, h, t) + lane; i.cs = cs + place(S.cs, b, h, t) + lane; i.sn = sn + place(S.sn, b, h, t) + (low ? lane + half : lane - half);
+        }
+        copy_commit();
+        return i;
+    };
+    int64_t item = blockIdx.x * (int64_t)slots + slot;
+    Item next = fetch(item, 0);
+    int stage = 0;
+    for (int64_t base = blockIdx.x * (int64_t)slots; base < S.items; base += stride, stage ^= 1) {
+        const Item now = next;
+        V<T> cv = {}, sv = {}, xv[HEADS] = {}, gv[HEADS] = {};
+        if (now.live) { cv = now.cs[0]; sv = now.sn[0]; }
+        next = fetch(item += stride, stage ^ 1);
+        copy_wait<1>();
+        if (now.live)
 #pragma unroll
-        for (int k = 0; k < HEADS; k++) if (live && h + k * S.groups < S.H) {
-            const float r = __frsqrt_rn(sums[2 * k] / S.D + eps), m = sums[2 * k + 1] / S.D * r * r;
-            V<T> o1, o2;
-            x1[k].repack(); x2[k].repack(); w1.repack(); w2.repack();
+            for (int k = 0; k < HEADS; k++) { const V<T>* from = ring + (stage * HEADS + k) * 2 * GRAD_THREADS; xv[k] = from[0]; gv[k] = from[GRAD_THREADS]; }
+        if (!low)
+#pragma unroll
+            for (int i = 0; i < VEC<T> / 2; i++) sv.pair(i) = negative(sv.pair(i));
+        float a[HEADS][VEC<T>], sums[2 * HEADS] = {};
+#pragma unroll
+        for (int k = 0; k < HEADS; k++) {
+            const V<T> u = from_lane<T>(gv[k], other);
 #pragma unroll
             for (int i = 0; i < VEC<T>; i++) {
-                dw1[i] += a1[k][i] * (x1[k][i] * r); dw2[i] += a2[k][i] * (x2[k][i] * r);
-                o1.set(i, r * (a1[k][i] * w1[i] - x1[k][i] * m)); o2.set(i, r * (a2[k][i] * w2[i] - x2[k][i] * m));
+                a[k][i] = gv[k][i] * cv[i] + u[i] * sv[i];
+                sums[2 * k] += xv[k][i] * xv[k][i];
+                sums[2 * k + 1] += a[k][i] * wv[i] * xv[k][i];
             }
-            o1.store_once(pd + k * next_y); o2.store_once(pd + k * next_y + half);
         }
+        lane_sums(sums, S.lanes);
+        if (now.live)
+#pragma unroll
+            for (int k = 0; k < HEADS; k++) {
+                const float r = rsqrtf(sums[2 * k] * S.one_over_D + eps), m = sums[2 * k + 1] * S.one_over_D * r * r;
+                V<T> o;
+                xv[k].repack(); wv.repack();
+#pragma unroll
+                for (int i = 0; i < VEC<T>; i++) {
+                    dw[i] += a[k][i] * (xv[k][i] * r);
+                    o.set(i, r * (a[k][i] * wv[i] - xv[k][i] * m));
+                }
+                o.store_once(reinterpret_cast<T*>(now.dx + k * S.next_y));
+            }
     }
-    // the block's share of dw: its slots one after the other
     copy_wait<0>();
     __syncthreads();
     float* acc = reinterpret_cast<float*>(dynamic);
     if (on)
 #pragma unroll
-        for (int i = 0; i < VEC<T>; i++) { acc[slot * S.D + c + i] = dw1[i]; acc[slot * S.D + half + c + i] = dw2[i]; }
+        for (int i = 0; i < VEC<T>; i++) acc[slot * S.D + c + i] = dw[i];
     __syncthreads();
     for (int j = threadIdx.x; j < S.D; j += blockDim.x) {
         float s = 0.f;
@@ -228,17 +231,25 @@ inline bool vectors(const Tensor& t, int vec) {
 }
 inline Tensor with_vectors(const Tensor& t, int vec) { return vectors(t, vec) ? t : torch::stable::clone(t); }
 // Strides of the axes B, H, T of a tensor in that order, or of a table that broadcasts to it
-inline Strides strides_of(const Tensor& t) {
+template <class I> Strides<I> strides_of(const Tensor& t, int unit) {
     const int n = (int)t.dim();
-    auto stride = [&](int i) { return n > i && t.size(n - 1 - i) > 1 ? (int64_t)t.stride(n - 1 - i) : 0; };
+    auto stride = [&](int i) {
+        const int64_t v = n > i && t.size(n - 1 - i) > 1 ? (int64_t)t.stride(n - 1 - i) / unit : 0;
+        STD_TORCH_CHECK(v == (int64_t)(I)v, "rope: a stride of ", v * unit, " elements is too large");
+        return (I)v;
+    };
     return {stride(3), stride(2), stride(1)};
 }
-template <int HEADS> Shape shape_of(const Tensor& x, const Tensor& y, const Tensor& g, const Tensor& cs, const Tensor& sn, int lanes) {
-    Shape S;
+// One angle for all heads of a token?
+inline bool shared_by_heads(const Tensor& t) { return t.dim() < 3 || t.size(t.dim() - 3) == 1 || t.stride(t.dim() - 3) == 0; }
+template <class I> Shape<I> shape_of(const Tensor& x, const Tensor& y, const Tensor& g, const Tensor& cs, const Tensor& sn, int lanes, int heads, int unit) {
+    Shape<I> S;
     S.B = (int)x.size(0); S.H = (int)x.size(1); S.T = (int)x.size(2); S.D = (int)x.size(3);
-    S.x = strides_of(x); S.y = strides_of(y); S.g = strides_of(g); S.cs = strides_of(cs); S.sn = strides_of(sn);
-    S.lanes = lanes;
-    S.groups = (int)ceil_div(S.H, HEADS);
+    S.x = strides_of<I>(x, unit); S.y = strides_of<I>(y, unit); S.g = strides_of<I>(g, unit); S.cs = strides_of<I>(cs, unit); S.sn = strides_of<I>(sn, unit);
+    S.lanes = lanes; S.one_over_D = 1.f / S.D;
+    for (S.shift = 0; 1 << S.shift < lanes;) S.shift++;
+    S.groups = S.H / heads;
+    S.next_x = S.groups * (int64_t)S.x.h; S.next_y = S.groups * (int64_t)S.y.h; S.next_g = S.groups * (int64_t)S.g.h;
     S.items = (int64_t)S.B * S.T * S.groups;
     S.heads_inside = S.x.t >= S.x.h;
     S.inner = Divisor(S.heads_inside ? S.groups : S.T);
@@ -261,16 +272,18 @@ template <bool NORM, bool BACK> void turn(const Tensor& x_, const Tensor& cs_, c
         STD_TORCH_CHECK(!NORM || fast, "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC<T>, " up to ", 32 * VEC<T>, ", got ", D);
         auto fit = [&](const Tensor& t) { return fast ? with_vectors(dense_last(t), VEC<T>) : dense_last(t); };
         const Tensor x = fit(x_), cs = fit(cs_), sn = fit(sn_);
-        const bool shared = strides_of(cs).h == 0 && strides_of(sn).h == 0;      // one angle for all heads of a token
-        const int lanes = fast ? pow2_at_least(D / VEC<T>) : 1;
-        const Shape S = fast && shared ? shape_of<TURN_HEADS>(x, y, x, cs, sn, lanes) : shape_of<1>(x, y, x, cs, sn, lanes);
         const T *px = (const T*)x.const_data_ptr(), *pc = (const T*)cs.const_data_ptr(), *ps = (const T*)sn.const_data_ptr();
-        const void* pw = NORM ? w->const_data_ptr() : nullptr;
         T* py = (T*)y.mutable_data_ptr();
-        const int64_t blocks = ceil_div(S.items, TURN_THREADS / lanes), any = ceil_div(S.items * (D / 2), 256);
-        if (fast && shared) turn_kernel<T, TURN_HEADS, NORM, BACK><<<blocks, TURN_THREADS, 0, s>>>(px, pc, ps, pw, w_f32, py, S, (float)eps);
-        else if (fast) turn_kernel<T, 1, NORM, BACK><<<blocks, TURN_THREADS, 0, s>>>(px, pc, ps, pw, w_f32, py, S, (float)eps);
-        else turn_any<T, BACK><<<any < (1 << 30) ? any : (1 << 30), 256, 0, s>>>(px, pc, ps, py, S);
+        if (fast) {
+            const int lanes = pow2_at_least(D / VEC<T>), H = (int)x.size(1), heads = !shared_by_heads(cs) || !shared_by_heads(sn) ? 1 : H % TURN_HEADS ? H % 2 ? 1 : 2 : TURN_HEADS;
+            const auto S = shape_of<unsigned>(x, y, x, cs, sn, lanes, heads, VEC<T>);
+            const auto kernel = heads == 1 ? turn_kernel<T, 1, NORM, BACK> : heads == 2 ? turn_kernel<T, 2, NORM, BACK> : turn_kernel<T, TURN_HEADS, NORM, BACK>;
+            kernel<<<ceil_div(S.items, TURN_THREADS / lanes), TURN_THREADS, 0, s>>>((const V<T>*)px, (const V<T>*)pc, (const V<T>*)ps, NORM ? w->const_data_ptr() : nullptr, w_f32, (V<T>*)py, S, (float)eps);
+        } else {
+            const auto S = shape_of<int64_t>(x, y, x, cs, sn, 1, 1, 1);
+            const int64_t blocks = ceil_div(S.items * (D / 2), 256);
+            turn_any<T, BACK><<<blocks < (1 << 30) ? blocks : (1 << 30), 256, 0, s>>>(px, pc, ps, py, S);
+        }
     });
     check_launch("rope");
 }
@@ -304,15 +317,17 @@ std::tuple<Tensor, Tensor> qk_norm_rope_backward(const Tensor& g_, const Tensor&
         STD_TORCH_CHECK(one_warp<T>(D), "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC<T>, " up to ", 32 * VEC<T>, ", got ", D);
         auto fit = [&](const Tensor& t) { return with_vectors(dense_last(t), VEC<T>); };
         const Tensor g = fit(g_), x = heads_first(fit(x_)), cs = fit(cs_), sn = fit(sn_), out = heads_first(dx);
-        const int lanes = pow2_at_least(D / 2 / VEC<T>), slots = GRAD_THREADS / lanes;
-        const bool shared = strides_of(cs).h == 0 && strides_of(sn).h == 0;
-        const Shape S = shared ? shape_of<GRAD_HEADS>(x, out, g, cs, sn, lanes) : shape_of<1>(x, out, g, cs, sn, lanes);
-        const auto kernel = shared ? grad_kernel<T, GRAD_HEADS> : grad_kernel<T, 1>;
-        const int ring = 2 * 4 * (shared ? GRAD_HEADS : 1) * GRAD_THREADS * 16, smem = slots * D * 4 > ring ? slots * D * 4 : ring;
+        const int lanes = pow2_at_least(D / VEC<T>), slots = GRAD_THREADS / lanes;
+        const bool two = shared_by_heads(cs) && shared_by_heads(sn) && x.size(1) % GRAD_HEADS == 0;
+        const int heads = two ? GRAD_HEADS : 1;
+        const auto S = shape_of<unsigned>(x, out, g, cs, sn, lanes, heads, VEC<T>);
+        const auto kernel = two ? grad_kernel<T, GRAD_HEADS> : grad_kernel<T, 1>;
+        const int ring = 2 * 2 * heads * GRAD_THREADS * 16, smem = slots * D * 4 > ring ? slots * D * 4 : ring;
+        if (smem > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
         const int64_t want = (int64_t)sm_count() * GRAD_BLOCKS, have = ceil_div(S.items, slots), parts = want < have ? want : have;
         Tensor part = torch::stable::new_empty(x, {parts, (int64_t)D}, ScalarType::Float);
-        kernel<<<parts, GRAD_THREADS, smem, s>>>((const T*)g.const_data_ptr(), (const T*)x.const_data_ptr(), (const T*)cs.const_data_ptr(), (const T*)sn.const_data_ptr(), w.const_data_ptr(), w_f32,
-                                                 (T*)dx.mutable_data_ptr(), (float*)part.mutable_data_ptr(), S, (float)eps);
+        kernel<<<parts, GRAD_THREADS, smem, s>>>((const V<T>*)g.const_data_ptr(), (const V<T>*)x.const_data_ptr(), (const V<T>*)cs.const_data_ptr(), (const V<T>*)sn.const_data_ptr(), w.const_data_ptr(), w_f32,
+                                                 (V<T>*)dx.mutable_data_ptr(), (float*)part.mutable_data_ptr(), S, (float)eps);
         check_launch("qk_norm_rope gradient");
         reduce_parts<T>(part.const_data_ptr(), dw.mutable_data_ptr(), w_f32, parts, D, s);
     });

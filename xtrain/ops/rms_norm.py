@@ -111,7 +111,7 @@ def add_rms_norm(
     h = x + res
     return rms_norm(h, w, eps), h
 
-# %% ../../nbs/02_rms_norm.ipynb #33d42fb0
+# %% ../../nbs/02_rms_norm.ipynb #15c0286c
 @defines('rms_norm')
 def _describe(ns):
     "Shapes and gradients of the kernels in the namespace `ns`"

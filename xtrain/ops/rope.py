@@ -6,7 +6,7 @@
 __all__ = ['rope_tables', 'rotate_half', 'rope_ref', 'turn', 'rope_grad', 'rope_forward', 'RoPE', 'rope', 'qk_norm_rope_ref',
            'qk_norm_rope_grad', 'qk_norm_rope']
 
-# %% ../../nbs/03_rope.ipynb #c0cdd40b
+# %% ../../nbs/03_rope.ipynb #871c17df
 import torch
 from torch import Tensor
 from ..kernels import cuda_ops, defines, register
@@ -148,7 +148,7 @@ def qk_norm_rope(
 
 def _one_pass(D, dtype): return 0 < D <= 512//dtype.itemsize and D % (32//dtype.itemsize) == 0 # The kernel moves 16 bytes a lane, and a head fits the 32 lanes of a warp
 
-# %% ../../nbs/03_rope.ipynb #b6f03491
+# %% ../../nbs/03_rope.ipynb #271b5ee9
 @defines('rope')
 def _describe(ns):
     "Shapes and gradients of the kernels in the namespace `ns`"
