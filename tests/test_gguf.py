@@ -101,8 +101,16 @@ def test_same_bytes_from_anywhere(tok, model, tmp_path):
 def test_q8_0_bound(x, e):
     x = np.array([x], 'f4')
     if (top := np.abs(x).max()) > 0: x *= np.float32(2.)**e/top
-    y = gguf.dequantize(gguf.quantize(x, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0)
+    with np.errstate(all='ignore'): y = gguf.dequantize(gguf.quantize(x, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0)
     assert (np.abs(x.astype('f8') - y) <= q8_0_bound(x)).all()
+
+@pytest.mark.filterwarnings('error')
+def test_numbers_too_small_for_a_scale_are_zeros_everywhere(tok, tmp_path):
+    "1/d overflows below 1e-38, and what a processor makes of an infinite int8 is its own affair"
+    m = TinyTransformer(ModelConfig(vocab_size=504, **BASE), seed=0)
+    with torch.no_grad(): m.params()['blocks.0.wv'].fill_(1e-39)
+    _, t = keys(written(tmp_path, (m, tok), 'Q8_0'))
+    assert not t['blk.0.attn_v.weight'].data.any()
 
 def test_rows_that_are_no_blocks(tok, tmp_path):
     m = TinyTransformer(ModelConfig(vocab_size=504, **(BASE | dict(dim=48))), seed=0)

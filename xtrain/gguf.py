@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GGUF_NAMES', 'LOOKS_LIKE_END', 'NORMAL', 'CONTROL', 'USER_DEFINED', 'UNUSED', 'FILE_TYPES', 'LARGEST', 'q8_0_bound',
-           'gguf_name', 'gguf_arch', 'interleave', 'end_ids', 'why_not', 'token_list', 'merge_list', 'kind_of',
+           'gguf_name', 'gguf_arch', 'interleave', 'end_ids', 'token_list', 'merge_list', 'why_not', 'kind_of',
            'export_gguf']
 
 # %% ../nbs/32_gguf.ipynb #e8056b7e
@@ -67,37 +67,6 @@ def end_ids(
     keys = dict(zip(('eos_token_id', 'eot_token_id', 'eom_token_id'), ids))
     return keys | dict(bos_token_id=tok.front[0] if tok.front else ids[0]), notes
 
-# %% ../nbs/32_gguf.ipynb #da7956d5
-def _overlap(names):
-    "Two added tokens of which one can begin inside the other; which of them a text holds then depends on who looks"
-    heads = {}
-    for b in names:
-        for n in range(1, len(b)): heads.setdefault(b[:n], b)
-    return next(((a, heads[a[-n:]]) for a in names for n in range(1, len(a)) if a[-n:] in heads), None)
-
-def why_not(
-    tok, # A `Tokenizer`
-    drop_normalizer:bool=False, # Is that one forgiven?
-)->str|None: # None: it would
-    "Would llama.cpp tokenise as tokenizer.json says? If not, one reason"
-    from xtrain.tokenizer import LLAMA_CPP, byte_chars, cuts
-    d = json.loads(tok.json)
-    m, added, pre = d['model'], d.get('added_tokens') or [], d.get('pre_tokenizer')
-    if m.get('type') != 'BPE' or not tok.byte_level: return f'it is no byte-level BPE ({m.get("type")}, decoder {(d.get("decoder") or {}).get("type")}), and no other kind is written'
-    if odd := [k for k in ('continuing_subword_prefix', 'end_of_word_suffix') if m.get(k)]: return f'its {odd[0]} is {m[odd[0]]!r}, llama.cpp has none'
-    if d.get('normalizer') and not drop_normalizer:
-        return f'it normalises text ({d["normalizer"].get("type")}) and llama.cpp does not, so e.g. {"e" + chr(0x301)!a} gets other ids; --drop-normalizer leaves that rule out, as others do'
-    names = LLAMA_CPP.get(cuts(pre))
-    if names is None: return f'llama.cpp has no name for how it splits text: {json.dumps(pre)[:200]}'
-    if names[bool(m.get('ignore_merges'))] is None: return f'ignore_merges is {bool(m.get("ignore_merges")) and "true"}, and llama.cpp\'s {names[0]} does not do that'
-    if lost := [c for c in byte_chars() if c not in tok.vocab]: return f'{len(lost)} of the 256 bytes have no token'
-    pairs = [tuple(p.split(' ', 1)) if isinstance(p, str) else tuple(p) for p in m.get('merges') or []]
-    if len(set(pairs)) < len(pairs): return 'a merge stands there twice, and llama.cpp takes the other one'
-    if any(' ' in x for p in pairs for x in p): return 'a merge holds a space'
-    if odd := [a['content'] for a in added if any(a.get(k) for k in ('lstrip', 'rstrip', 'single_word'))]: return f'added token {odd[0]!r} looks at the text around it (lstrip, rstrip or single_word); llama.cpp\'s do not'
-    if two := _overlap([a['content'] for a in added]): return f'added tokens {two[0]!r} and {two[1]!r} can overlap in a text, and llama.cpp chooses by length, not by place'
-    if len(tok.front) > 1 or len(tok.behind) > 1 or tok.behind and tok.behind[0] != tok.eos_id: return 'its template adds more than a BOS in front and the EOS behind'
-
 # %% ../nbs/32_gguf.ipynb #4930d01c
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5 # Kinds of tokens
 
@@ -121,7 +90,40 @@ def merge_list(
     m = json.loads(tok.json)['model'].get('merges') or []
     return [p if isinstance(p, str) else ' '.join(p) for p in m] or ['▁ ▁']
 
-# %% ../nbs/32_gguf.ipynb #056d2639
+# %% ../nbs/32_gguf.ipynb #9a627f3d
+def _overlap(names):
+    "Two added tokens of which one can begin inside the other; which of them a text holds then depends on who looks"
+    heads = {}
+    for b in names:
+        for n in range(1, len(b)): heads.setdefault(b[:n], b)
+    return next(((a, heads[a[-n:]]) for a in names for n in range(1, len(a)) if a[-n:] in heads), None)
+
+def why_not(
+    tok, # A `Tokenizer`
+    drop_normalizer:bool=False, # Is that one forgiven?
+)->str|None: # None: it would
+    "Would llama.cpp tokenise as tokenizer.json says? If not, one reason"
+    from xtrain.tokenizer import LLAMA_CPP, byte_chars, cuts, library
+    d = json.loads(tok.json)
+    m, added, (normalizer, pre) = tok.raw.model, d.get('added_tokens') or [], (tok.parts['normalizer'], tok.parts['pre_tokenizer'])
+    kind = type(m).__name__
+    if kind != 'BPE' or not tok.byte_level: return f'it is no byte-level BPE ({kind}, decoder {(tok.parts["decoder"] or {}).get("type")}), and no other kind is written'
+    if odd := [k for k in ('continuing_subword_prefix', 'end_of_word_suffix') if getattr(m, k)]: return f'its {odd[0]} is {getattr(m, odd[0])!r}, llama.cpp has none'
+    if normalizer and not drop_normalizer:
+        with library(tok.where, 'its normalizer fails'): eg = next((f', so {s!a} gets other ids' for s in ('e\u0301', 'A', ' a', '\ufb01') if tok.raw.normalizer.normalize_str(s) != s), '')
+        return f'it normalises text ({normalizer["type"]}) and llama.cpp does not{eg}; --drop-normalizer leaves that rule out, as others do'
+    names = LLAMA_CPP.get(cuts(pre))
+    if names is None: return f'llama.cpp has no name for how it splits text: {json.dumps(pre)[:200]}'
+    if names[m.ignore_merges] is None: return f'ignore_merges is true, and llama.cpp\'s {names[0]} does not do that'
+    if lost := [c for c in byte_chars() if c not in tok.vocab]: return f'{len(lost)} of the 256 bytes have no token'
+    pairs = [tuple(p.split(' ', 1)) for p in merge_list(tok)]
+    if len(set(pairs)) < len(pairs): return 'a merge stands there twice, and llama.cpp takes the other one'
+    if any(' ' in p[1] for p in pairs): return 'a merge holds a space'
+    if odd := [a['content'] for a in added if any(a.get(k) for k in ('lstrip', 'rstrip', 'single_word'))]: return f'added token {odd[0]!r} looks at the text around it (lstrip, rstrip or single_word); llama.cpp\'s do not'
+    if two := _overlap([a['content'] for a in added]): return f'added tokens {two[0]!r} and {two[1]!r} can overlap in a text, and llama.cpp chooses by length, not by place'
+    if len(tok.front) > 1 or len(tok.behind) > 1 or tok.behind and tok.behind[0] != tok.eos_id: return 'its template adds more than a BOS in front and the EOS behind'
+
+# %% ../nbs/32_gguf.ipynb #720da5b7
 FILE_TYPES = dict(F32=0, F16=1, Q8_0=7, BF16=32) # llama.cpp's number for a file that is mostly of this type
 LARGEST = dict(F32=3.4028234e38, BF16=3.3895e38, F16=65504., Q8_0=65504.*127) # Of a number; for Q8_0 the scale is a float16
 
@@ -144,6 +146,7 @@ def _write_tensor(f, writer, name, w, kind):
     for rows in pieces(w):
         rows = rows.to('cpu', torch.float32).contiguous()
         _checked(name, rows, kind)
+        if kind == 'Q8_0': rows = rows.masked_fill(rows.abs() < 1e-30, 0) # Decoded as 0 anyway; 1/d would overflow
         b = np.ascontiguousarray(quantize(rows.numpy(), GGMLQuantizationType[kind]))
         f.write(b.data); n += b.nbytes
     writer.write_padding(f, n)
@@ -177,7 +180,7 @@ def _new_file(path, overwrite):
         with writing(path, every=True): _fsync(tmp); os.replace(tmp, to); _fsync(to.parent)
     finally: tmp.unlink(missing_ok=True); os.close(fd)
 
-# %% ../nbs/32_gguf.ipynb #e6a65011
+# %% ../nbs/32_gguf.ipynb #96bfb1c3
 def export_gguf(
     source, # A RUN, a DIR in Hugging Face's format, or a pair (model, tokenizer)
     path, # The file to write
@@ -194,11 +197,11 @@ def export_gguf(
     if isinstance(source, tuple): cfg, tok, get = unwrap(source[0]).cfg, source[1], lambda n: unwrap(source[0]).params()[n].detach()
     else: w = open_weights(source); cfg, tok, get = w.cfg, w.tokenizer, w.get
     if (why := why_not(tok, drop_normalizer)): raise UserError(f'{tok.where}: llama.cpp would not tokenise as this file says: {why}')
-    d, (ends, notes) = json.loads(tok.json), end_ids(tok)
+    ends, notes = end_ids(tok)
     notes += check_vocab(cfg, tok, tok.stop_ids or [0])                                   # that there is no EOS was said
-    if drop_normalizer and d.get('normalizer'): notes.append('the normaliser is left out: text that it would change gets other ids')
+    if drop_normalizer and tok.parts['normalizer']: notes.append('the normaliser is left out: text that it would change gets other ids')
     if tok.front: notes.append(f'llama.cpp puts {tok.raw.id_to_token(tok.front[0])} in front of every text, as tokenizer.json says; xtrain does not')
-    pre, arch = LLAMA_CPP[cuts(d['pre_tokenizer'])][bool(d['model'].get('ignore_merges'))], gguf_arch(cfg)
+    pre, arch = LLAMA_CPP[cuts(tok.parts['pre_tokenizer'])][tok.raw.model.ignore_merges], gguf_arch(cfg)
     shapes = {n: s if n == 'embed' or len(s) == 1 else s[::-1] for n,s in cfg.shapes().items()}
     kinds = {n: kind_of(s, dtype) for n,s in shapes.items()}
     if dtype == 'Q8_0' and (left := [n for n,s in shapes.items() if len(s) == 2 and kinds[n] == 'F32']): notes.append(f'{len(left)} matrices have rows that are no multiple of 32 and stay F32, such as {left[0]}')
