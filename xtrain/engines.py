@@ -88,7 +88,7 @@ def _quiet():
             log.set_verbosity(level)
             if bars: log.enable_progress_bar()
 
-# %% ../nbs/33_engines.ipynb #aad6bdbc
+# %% ../nbs/33_engines.ipynb #a86cf29b
 class LlamaCpp(Engine):
     "llama.cpp's server in this process, on the CPU"
     every, module, install = False, 'xllamacpp', 'xllamacpp'
@@ -103,30 +103,32 @@ class LlamaCpp(Engine):
         if self.exact: p.cache_type_k = p.cache_type_v = x.ggml_type.GGML_TYPE_F32
         self.server = x.Server(p)
 
-    def complete(self, ids, n, top):
-        r = self.server.handle_completions(dict(prompt=ids, max_tokens=n, temperature=0., cache_prompt=False, logprobs=top))
-        if 'choices' not in r: raise RuntimeError(str(r.get('error', r))[:300])
-        return r['choices'][0]['logprobs']['content']
+        self.plain = self.encode('a')[0]
 
-    def tokens(self, ids, max_tokens): return [t['id'] for t in self.complete(ids, max_tokens, 1)]
+    def ask(self, path, **q):
+        from urllib.error import HTTPError
+        from urllib.request import ProxyHandler, Request, build_opener
+        r = Request(self.server.listening_address+path, json.dumps(q).encode(), {'Content-Type': 'application/json'})
+        try: return json.loads(build_opener(ProxyHandler({})).open(r).read())
+        except HTTPError as e: raise RuntimeError(e.read()[:300].decode(errors='replace')) from None
+
+    def complete(self, ids, n, **q): return self.ask('/completion', prompt=ids, n_predict=n, temperature=0., cache_prompt=False, **q)
+    def tokens(self, ids, max_tokens): return self.complete(ids, max_tokens, return_tokens=True)['tokens']
 
     def logits(self, ids):
-        top = self.complete(ids, 1, 1<<20)[0]['top_logprobs']
+        "Half a character has no text, and no probabilities are shown for it; so let it say `a`: what is shown comes before the bias"
+        top = self.complete(ids, 1, n_probs=1<<20, logit_bias=[[self.plain, 1e9]])['completion_probabilities'][0]['top_logprobs']
         out = [-math.inf]*len(top)
         for t in top: out[t['id']] = t['logprob']
         return [out]
 
-    def encode(self, text):
-        from urllib.request import ProxyHandler, Request, build_opener
-        q = Request(self.server.listening_address+'/tokenize', json.dumps(dict(content=text)).encode(), {'Content-Type': 'application/json'})
-        return json.loads(build_opener(ProxyHandler({})).open(q, timeout=60).read())['tokens']
-
+    def encode(self, text): return self.ask('/tokenize', content=text)['tokens']
     def close(self): self.server = None
 
 # %% ../nbs/33_engines.ipynb #0efd0b5a
 def threads()->int: return int(os.environ.get('OMP_NUM_THREADS') or 0) or os.cpu_count() or 1
 
-# %% ../nbs/33_engines.ipynb #eb7d6f3c
+# %% ../nbs/33_engines.ipynb #3693bd6a
 class MlxLm(Engine):
     "mlx-lm's own Qwen3; `strict` makes a tensor too many or too few an error"
     module, install = 'mlx_lm', 'mlx-lm "mlx[cpu]"'
@@ -136,7 +138,8 @@ class MlxLm(Engine):
         import mlx.core as mx
         from pathlib import Path
         from mlx_lm.utils import load_model, load_tokenizer
-        self.model, self.tok = load_model(Path(dir), lazy=False, strict=True)[0], load_tokenizer(Path(dir))
+        self.model, config = load_model(Path(dir), lazy=False, strict=True)
+        self.tok = load_tokenizer(Path(dir), eos_token_ids=config.get('eos_token_id'))
         self.model.set_dtype(getattr(mx, self.dtype))
         self.eos = set(self.tok.eos_token_ids)
 
@@ -221,10 +224,12 @@ class Vllm(Engine):
         return out
     def encode(self, text): return self.llm.get_tokenizer().encode(text)
 
-# %% ../nbs/33_engines.ipynb #398ee5ea
+# %% ../nbs/33_engines.ipynb #3bb00a8e
 class CTranslate2(Engine):
     "CTranslate2 in float32, converted by its own converter"
     module, install = 'ctranslate2', 'ctranslate2 transformers torch'
+    blind = {'another EOS': "its converter takes the end from tokenizer_config.json alone",
+             'two ids swapped in the tokenizer': 'it has no tokenizer, and is given ids'}
     def __init__(self, name:str): self.name = name
 
     def load(self, dir):
