@@ -92,7 +92,7 @@ def test_logits(home):
 
 def test_export(home, tmp_path):
     r = json.loads((home/'export.json').read_text())
-    assert r['tensors'] == 3+11*2 and {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'generation_config.json'} == set(r['files'])
+    assert r['tensors'] == 3+11*2 and {'README.md', 'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'generation_config.json'} == set(r['files'])
     before = {p.name: p.read_bytes() for p in (home/'hf').iterdir()}
     one_line(call('export', home/'run', home/'hf'), str(home/'hf'), '--overwrite')
     assert before == {p.name: p.read_bytes() for p in (home/'hf').iterdir()}
