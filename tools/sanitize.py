@@ -41,7 +41,7 @@ def cases():
         k, short = dict(dtype=dtype), str(dtype).split('.')[1]
         def norm(R, D, s): back(rms_norm(new(R, D, shift=s, **k), new(D, dtype=torch.float32)))
         def add_norm(R, D, s): back(*add_rms_norm(new(R, D, shift=s, **k), new(R, D, **k), new(D, **k)))
-        for R,D,s in ((1, 1, 0), (3, 7, 0), (5, 64, 1), (33, 128, 0), (2, 1000, 0), (9, 1024, 0), (3, 4096, 0), (2, 4100, 3), (2, 9000, 0)):
+        for R,D,s in ((1, 1, 0), (3, 7, 0), (5, 64, 1), (33, 128, 0), (32, 128, 0), (2, 1000, 0), (9, 1024, 0), (3, 4096, 0), (2, 4100, 3), (2, 8192, 0), (2, 9000, 0)):
             yield f'rms_norm {R}x{D}+{s} {short}', lambda R=R, D=D, s=s, f=norm: f(R, D, s)
             yield f'add_rms_norm {R}x{D}+{s} {short}', lambda R=R, D=D, s=s, f=add_norm: f(R, D, s)
         def turn(B, H, T, D, s, c=k): back(rope(new(B, H, T, D, shift=s, **c), *rope_tables(torch.arange(T, device='cuda'), D, dtype=c['dtype'])))
