@@ -49,7 +49,7 @@ template <class T, bool CAP> HD float grad_one(float x, float m, float k, float 
 }
 
 #ifdef __CUDACC__
-constexpr int FWD_THREADS = 256, FWD_BLOCKS = 5, GRAD_THREADS = 512, GRAD_BLOCKS = 2; // and blocks on a multiprocessor: tried on an H200
+constexpr int FWD_THREADS = 256, FWD_BLOCKS = 6, GRAD_THREADS = 512, GRAD_BLOCKS = 2; // and blocks on a multiprocessor: tried on an H200
 constexpr int BOTH_THREADS = 384, BOTH_BLOCKS = 2, MAX_PARTS = 8;   // a cluster of 8 is what every card with clusters can do
 constexpr int U = 2;                                                // vectors that a thread asks for at once
 

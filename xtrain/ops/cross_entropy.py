@@ -427,7 +427,7 @@ def head_grads(
         if need_dw: torch.mm(x.t(), z, out=dw[:, c])
     return dh.to(h.dtype) if need_dh else dh, dw
 
-# %% ../../nbs/08_cross_entropy.ipynb #475c4875
+# %% ../../nbs/08_cross_entropy.ipynb #e0259192
 @head_losses.register_fake
 def _(h, w, targets, ignore_index, z_loss=0., softcap=0.):
     return h.new_empty(len(h), dtype=torch.float32), h.new_empty(len(h), 2, dtype=torch.float32)
@@ -456,8 +456,8 @@ class HeadLosses(torch.autograd.Function):
 FEW = 6 # Times D: with fewer tokens, dW in float32 would be what fills the memory
 
 def _twice(h, w):
-    "Shall logits be made a second time in the backward?"
-    return torch.is_grad_enabled() and w.requires_grad and h.is_cuda and len(h) < FEW*h.shape[1] and cuda_ops('cross_entropy', h) is not None
+    "Shall logits be made a second time in the backward? Not in float16, where a `dz` that is scaled by 1/N already may vanish"
+    return torch.is_grad_enabled() and w.requires_grad and h.is_cuda and h.dtype != torch.float16 and len(h) < FEW*h.shape[1] and cuda_ops('cross_entropy', h) is not None
 
 # %% ../../nbs/08_cross_entropy.ipynb #a16d623d
 def linear_cross_entropy(
