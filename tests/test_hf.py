@@ -1,5 +1,5 @@
 "Export and import: both directions of one table, in the memory of one tensor, and everything that must be refused, by name and in one line"
-import copy, errno, hashlib, json, math, os, pickle, resource, shutil, struct, subprocess, sys, textwrap, time, warnings
+import errno, hashlib, json, math, os, pickle, resource, shutil, struct, subprocess, sys, time, warnings
 from dataclasses import replace
 from pathlib import Path
 import pytest, torch
@@ -171,7 +171,8 @@ def test_every_number_survives_a_run(dtype, tok, tmp_path):
     for source, to in ((tmp_path/'run', 'a'), (tmp_path/'d', 'b')):
         r = export_any(source, tmp_path/to, dtype=dtype, max_shard_size='250KB')
         assert hashes(tmp_path/to) == hashes(tmp_path/'d') and len(r['files']) > 7 and not any('bits' in n for n in r['notes'])
-    assert torch.equal(TensorFile(find_weights(tmp_path/'a')['model.embed_tokens.weight'][0]).read('model.embed_tokens.weight').view(-1)[:len(x)], x.to(dtype))
+    stored = TensorFile(find_weights(tmp_path/'a')['model.embed_tokens.weight'][0]).read('model.embed_tokens.weight').view(-1)[:len(x)]
+    assert torch.equal(stored.view(torch.uint8), x.to(dtype).view(torch.uint8))                        # bytes: -0.0 == 0.0
 
 def test_a_loss_of_bits_is_said(tok, tmp_path):
     for name,dtype in (('f16', torch.float16), ('bf16', torch.bfloat16), ('f32', torch.float32)): export_hf(make(), tok, tmp_path/name, dtype=dtype)
@@ -716,7 +717,7 @@ def test_a_byte_order_mark_is_read_over(d):
 FUZZ = settings(max_examples=int(os.environ.get('XTRAIN_FUZZ', 60)), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 JUNK = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-2**70, 2**70), st.floats(), st.text(max_size=8), st.sampled_from([0, 1, 40, 18, 2**31, 'silu', 'BF16', 'F32', 'F64', 'I8', 'default', 'full_attention', 'llama', 'qwen2', 'qwen3'])),
     lambda c: st.one_of(st.lists(c, max_size=3), st.dictionaries(st.sampled_from(['rope_type', 'rope_theta', 'dtype', 'shape', 'data_offsets', 'factor', 'x']), c, max_size=3)), max_leaves=6)
-SECONDS, MEGABYTES = 20, 300 # What one input may take, on a busy machine, and all of them together
+SECONDS, MEGABYTES = 5, 300 # What one input may take of a core, and all of them together of memory
 
 @pytest.fixture(scope='module')
 def three_kinds(good, tmp_path_factory):
@@ -733,16 +734,16 @@ def survives(tmp_path):
         d = tmp_path/'d'
         shutil.rmtree(d, ignore_errors=True); shutil.copytree(source, d)
         change(d)
-        before, start = {p: p.stat() for p in tmp_path.rglob('*')}, time.perf_counter()
+        before, start = {p: p.stat() for p in tmp_path.rglob('*')}, time.process_time()
         try: import_model(d); counts['read'] += 1
         except UserError as e: counts['refused'] += 1; assert '\n' not in str(e) and len(str(e)) < 1500
-        worst = max(worst, time.perf_counter()-start)
+        worst = max(worst, time.process_time()-start)
         assert worst < SECONDS
         after = {p: p.stat() for p in tmp_path.rglob('*')}
         assert after.keys() == before.keys() and all((a.st_size, a.st_mtime_ns) == (after[p].st_size, after[p].st_mtime_ns) for p,a in before.items())
     yield one
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss-peak)/1024
-    print(f'{sum(counts.values()):,} inputs: {counts["read"]:,} read, {counts["refused"]:,} refused; the slowest took {1e3*worst:.0f} ms, memory grew by {grown:.0f} MB')
+    print(f'{sum(counts.values()):,} inputs: {counts["read"]:,} read, {counts["refused"]:,} refused; the slowest took {1e3*worst:.0f} ms of a core, memory grew by {grown:.0f} MB')
     assert grown < MEGABYTES and all(counts.values())
 
 @FUZZ

@@ -197,7 +197,7 @@ print(tok.decode(model.generate(**tok("Once", return_tensors="pt"), max_new_toke
 ```
 '''
 
-# %% ../nbs/31_export.ipynb #66f801d5
+# %% ../nbs/31_export.ipynb #1813bab4
 def run_facts(
     run, # A run's directory
     step:int, # Of the checkpoint that is exported
@@ -210,7 +210,8 @@ def run_facts(
     seen = [r for r in read_metrics(Path(run)/'metrics.jsonl') if r.get('step', 0) <= step]
     rows = [('weights before step 0', f'imported from {_code(h["imported"])}') for h in c.get('history') or [] if 'imported' in h]
     if t:
-        rows.append(('data', _code(Path(str(t['data'])).name) + (f', {d["train_tokens"]:,} tokens to learn from, {d["val_tokens"]:,} held out' if 'train_tokens' in d else '')))
+        name = str(t['data']) if str(t['data']).startswith('hf:') else Path(str(t['data'])).name # A path would tell of this machine
+        rows.append(('data', _code(name) + (f', {d["train_tokens"]:,} tokens to learn from, {d["val_tokens"]:,} held out' if 'train_tokens' in d else '')))
         rows.append(('steps', f'{step:,} of {t["steps"]:,}, {t["batch_size"]*t["grad_accum"]} rows of {t["seq_len"]} tokens each' + (f'; {seen[-1]["tokens"]:,} tokens scored in all' if seen else '')))
         rows.append(('optimizer', f'AdamW, learning rate {t["lr"]:g}, {t["schedule"]}, weight decay {t["weight_decay"]:g}, betas {t["beta1"]:g} and {t["beta2"]:g}, clipped at {t["clip"]:g}; seed {t["seed"]}'))
     if seen: rows.append(('training loss', f'{seen[-1]["loss"]:.4f} nats per token at step {seen[-1]["step"]:,}'))
@@ -233,7 +234,7 @@ def _side_files(cfg, tokenizer, stop, dtype, shards, facts)->dict[str,bytes]:
         files['model.safetensors.index.json'] = _js(dict(metadata=dict(total_size=total), weight_map=dict(sorted(where.items()))))
     return files
 
-# %% ../nbs/31_export.ipynb #acaa5ce1
+# %% ../nbs/31_export.ipynb #60b0b03f
 def export_weights(
     cfg:ModelConfig, # The architecture
     get:Callable[[str],Tensor], # Gives a parameter by xtrain's name, `[in, out]`, in any float dtype
@@ -252,7 +253,9 @@ def export_weights(
     notes = [] if tokenizer is None else check_vocab(cfg, tokenizer, stop)
     files = _side_files(cfg, tokenizer, stop, dtype, shards, facts)
     source = {t: (o, tr) for o,t,tr in tensor_map(cfg)}
-    def fetch(name): o, tr = source[name]; return get(o).t() if tr else get(o)
+    def fetch(name):
+        o, turned = source[name]
+        return get(o).t() if turned else get(o)
     with new_dir(path, overwrite) as tmp:
         for name,data in files.items(): (tmp/name).write_bytes(data)
         for name,names in shards.items(): write_safetensors(tmp/name, {n: (dtype, shapes[n]) for n in names}, fetch)

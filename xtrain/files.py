@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ADVICE', 'PICKLES', 'writing', 'sweep', 'discard', 'write_atomic', 'new_dir', 'locked', 'open_safetensors']
 
-# %% ../nbs/12_files.ipynb #73a72b2a
+# %% ../nbs/12_files.ipynb #92b55938
 import ctypes, errno, fcntl, json, math, os, re, secrets, shutil, sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from .config import UserError
 
