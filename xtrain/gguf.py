@@ -90,7 +90,7 @@ def merge_list(
     m = json.loads(tok.json)['model'].get('merges') or []
     return [p if isinstance(p, str) else ' '.join(p) for p in m] or ['▁ ▁']
 
-# %% ../nbs/32_gguf.ipynb #9a627f3d
+# %% ../nbs/32_gguf.ipynb #5fc8035a
 def _overlap(names):
     "Two added tokens of which one can begin inside the other; which of them a text holds then depends on who looks"
     heads = {}
@@ -103,12 +103,12 @@ def why_not(
     drop_normalizer:bool=False, # Is that one forgiven?
 )->str|None: # None: it would
     "Would llama.cpp tokenise as tokenizer.json says? If not, one reason"
-    from xtrain.tokenizer import LLAMA_CPP, byte_chars, cuts, library
+    from xtrain.tokenizer import LLAMA_CPP, byte_chars, cuts, library, short
     d = json.loads(tok.json)
     m, added, (normalizer, pre) = tok.raw.model, d.get('added_tokens') or [], (tok.parts['normalizer'], tok.parts['pre_tokenizer'])
     kind = type(m).__name__
     if kind != 'BPE' or not tok.byte_level: return f'it is no byte-level BPE ({kind}, decoder {(tok.parts["decoder"] or {}).get("type")}), and no other kind is written'
-    if odd := [k for k in ('continuing_subword_prefix', 'end_of_word_suffix') if getattr(m, k)]: return f'its {odd[0]} is {getattr(m, odd[0])!r}, llama.cpp has none'
+    if odd := [k for k in ('continuing_subword_prefix', 'end_of_word_suffix') if getattr(m, k)]: return f'its {odd[0]} is {short(getattr(m, odd[0]))}, llama.cpp has none'
     if normalizer and not drop_normalizer:
         with library(tok.where, 'its normalizer fails'): eg = next((f', so {s!a} gets other ids' for s in ('e\u0301', 'A', ' a', '\ufb01') if tok.raw.normalizer.normalize_str(s) != s), '')
         return f'it normalises text ({normalizer["type"]}) and llama.cpp does not{eg}; --drop-normalizer leaves that rule out, as others do'
@@ -119,8 +119,9 @@ def why_not(
     pairs = [tuple(p.split(' ', 1)) for p in merge_list(tok)]
     if len(set(pairs)) < len(pairs): return 'a merge stands there twice, and llama.cpp takes the other one'
     if any(' ' in p[1] for p in pairs): return 'a merge holds a space'
-    if odd := [a['content'] for a in added if any(a.get(k) for k in ('lstrip', 'rstrip', 'single_word'))]: return f'added token {odd[0]!r} looks at the text around it (lstrip, rstrip or single_word); llama.cpp\'s do not'
-    if two := _overlap([a['content'] for a in added]): return f'added tokens {two[0]!r} and {two[1]!r} can overlap in a text, and llama.cpp chooses by length, not by place'
+    if odd := [a['content'] for a in added if any(a.get(k) for k in ('lstrip', 'rstrip', 'single_word'))]: return f'added token {short(odd[0])} looks at the text around it (lstrip, rstrip or single_word); llama.cpp\'s do not'
+    if odd := [a['content'] for a in added if len(a['content']) > 256]: return f'added token {short(odd[0])} has more than 256 characters'
+    if two := _overlap([a['content'] for a in added]): return f'added tokens {short(two[0])} and {short(two[1])} can overlap in a text, and llama.cpp chooses by length, not by place'
     if len(tok.front) > 1 or len(tok.behind) > 1 or tok.behind and tok.behind[0] != tok.eos_id: return 'its template adds more than a BOS in front and the EOS behind'
 
 # %% ../nbs/32_gguf.ipynb #720da5b7

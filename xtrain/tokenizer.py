@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['QWEN2_SPLIT', 'MAX_PIECE', 'EOS_NAMES', 'MAX_JSON', 'MAX_IDS', 'MAX_ADDED', 'MAX_RULES', 'MAX_GROWTH', 'PARTS',
-           'GPT2_SPLIT', 'LLAMA3_SPLIT', 'LLAMA_CPP', 'byte_chars', 'new_raw', 'train_raw', 'cut_long', 'said_eos',
-           'said_template', 'byte_table', 'join_bytes', 'one_line', 'library', 'rules', 'growth', 'too_much',
-           'check_unicode', 'Tokenizer', 'TokenStream', 'cuts', 'pre_name', 'as_qwen2', 'other_reading',
+           'GPT2_SPLIT', 'LLAMA3_SPLIT', 'LLAMA_CPP', 'byte_chars', 'new_raw', 'train_raw', 'cut_long', 'short',
+           'said_eos', 'said_template', 'byte_table', 'join_bytes', 'one_line', 'library', 'rules', 'growth',
+           'too_much', 'check_unicode', 'Tokenizer', 'TokenStream', 'cuts', 'pre_name', 'as_qwen2', 'other_reading',
            'tokenizer_files']
 
 # %% ../nbs/20_tokenizer.ipynb #29d75cb6
@@ -69,8 +69,13 @@ def cut_long(
         for _,(a,b) in split(m[0]): cuts += range(m.start()+a+limit, m.start()+b, limit)
     return [text[a:b] for a,b in zip(cuts, cuts[1:]+[len(text)])]
 
-# %% ../nbs/20_tokenizer.ipynb #44b31465
+# %% ../nbs/20_tokenizer.ipynb #29ee741c
 EOS_NAMES = ('<|endoftext|>', '<|im_end|>', '<|end_of_text|>', '<|eot_id|>', '</s>', '<eos>', '<end_of_turn>', '[EOS]', '[SEP]') # Tried in this order
+
+def short(x)->str:
+    "A value that came from elsewhere, fit for one line"
+    s = repr(x)
+    return s if len(s) <= 80 else s[:79] + '…'
 
 def said_eos(
     dir:Path, # Where the tokenizer.json lies
@@ -86,7 +91,7 @@ def said_eos(
         if key not in d: continue
         v = d[key].get('content', d[key]) if isinstance(d[key], dict) else d[key]
         v = v if isinstance(v, list) else [] if v is None else [v]
-        if bad := [x for x in v if type(x) not in (str, int)]: raise UserError(f'{dir/name}: {key} must be a name or an id, not {bad[0]!r}')
+        if bad := [x for x in v if type(x) not in (str, int)]: raise UserError(f'{dir/name}: {key} must be a name or an id, not {short(bad[0])}')
         out = (out or []) + v
     return out
 
@@ -157,7 +162,7 @@ def library(
             if not panic and (text := said.read()): os.write(2, text)
             said.close(); _one_at_a_time.release()
 
-# %% ../nbs/20_tokenizer.ipynb #739435b8
+# %% ../nbs/20_tokenizer.ipynb #3ebd774d
 MAX_JSON, MAX_IDS, MAX_ADDED, MAX_RULES, MAX_GROWTH = 100_000_000, 1<<22, 1<<20, 64, 1000 # Bytes of a file, ids, characters of all added tokens, rules, times that rules may lengthen a text
 
 def rules(
@@ -191,7 +196,7 @@ def too_much(
     d:dict, # A tokenizer.json
 )->str|None: # Why not, or None
     "Would loading or using it take time or memory out of all proportion?"
-    if d['model'].get('dropout'): return f'dropout is {d["model"]["dropout"]!r}: the same text would have other ids each time'
+    if isinstance(p := d['model'].get('dropout'), (int, float)) and p: return f'dropout is {p}: the same text would have other ids each time'
     added = d.get('added_tokens')
     n = sum(len(a['content']) for a in added if isinstance(a, dict) and isinstance(a.get('content'), str)) if isinstance(added, list) else 0
     if n > MAX_ADDED: return f'its added tokens have {n:,} characters in all, more than {MAX_ADDED:,}'
@@ -206,7 +211,7 @@ def check_unicode(text:str):
     try: text.encode()
     except UnicodeEncodeError as e: raise UserError(f'the text has a lone surrogate {text[e.start]!a} at character {e.start}, which is not valid Unicode') from None
 
-# %% ../nbs/20_tokenizer.ipynb #4713f242
+# %% ../nbs/20_tokenizer.ipynb #12eccbec
 PARTS = ('normalizer', 'pre_tokenizer', 'post_processor', 'decoder') # Of a tokenizer.json, besides the model
 
 class Tokenizer:
@@ -243,8 +248,8 @@ class Tokenizer:
     def _check_added(self, added):
         ids = {}
         for a in added:
-            if ids.setdefault(a['content'], a['id']) != a['id']: raise UserError(f'{self.where}: added token {a["content"]!r} has two ids, {ids[a["content"]]} and {a["id"]}')
-            if (i := self.raw.token_to_id(a['content'])) != a['id']: raise UserError(f'{self.where}: added token {a["content"]!r} says id {a["id"]}, but its place in the vocabulary is {i}')
+            if ids.setdefault(a['content'], a['id']) != a['id']: raise UserError(f'{self.where}: added token {short(a["content"])} has two ids, {ids[a["content"]]} and {a["id"]}')
+            if (i := self.raw.token_to_id(a['content'])) != a['id']: raise UserError(f'{self.where}: added token {short(a["content"])} says id {a["id"]}, but its place in the vocabulary is {i}')
 
     def set_eos(self,
         eos:str|int|None, # By name or id; None: there is none
@@ -253,7 +258,7 @@ class Tokenizer:
         "Name the end-of-document token"
         self.eos_id = i = self.raw.token_to_id(eos) if isinstance(eos, str) else eos
         self.eos_token = None if i is None else self.raw.id_to_token(i) if 0 <= i < self.vocab_size else None
-        if eos is not None and self.eos_token is None: raise UserError(f'{self.where}: EOS {eos!r} is not in the vocabulary')
+        if eos is not None and self.eos_token is None: raise UserError(f'{self.where}: EOS {short(eos)} is not in the vocabulary')
         self.stop_ids = list(dict.fromkeys([*([] if i is None else [i]), *stop_ids]))
         self.leaks = i is not None and i in self._plain.encode(self.eos_token, add_special_tokens=False).ids # Can text spell the EOS?
 
@@ -271,7 +276,7 @@ class Tokenizer:
         for t in texts: check_unicode(t)
         with library(self.where, 'it failed at a text'): out = [e.ids for e in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
         if self.leaks and any(self.eos_id in ids for ids in out):
-            raise UserError(f'{self.where}: a text holds {self.eos_token!r}, which this tokenizer cannot tell from its EOS; remove it from the text')
+            raise UserError(f'{self.where}: a text holds {short(self.eos_token)}, which this tokenizer cannot tell from its EOS; remove it from the text')
         return out
 
     def decode(self,
@@ -315,18 +320,18 @@ class Tokenizer:
         tok.chat_template = said_template(path.parent)
         if eos is not None:
             tok.set_eos(eos)
-            if tok.leaks: raise UserError(f'{path}: EOS {tok.eos_token!r} is an ordinary word of the vocabulary, so text could end a document; name another')
+            if tok.leaks: raise UserError(f'{path}: EOS {short(tok.eos_token)} is an ordinary word of the vocabulary, so text could end a document; name another')
             return tok
         said = said_eos(path.parent)
         if said is None: tok.set_eos(next((n for n in EOS_NAMES if n in tok.vocab), None)); return tok
         ids = [tok.vocab.get(i) if isinstance(i, str) else i for i in said]
         known = [i for i in ids if i is not None and 0 <= i < tok.vocab_size and tok.raw.id_to_token(i) is not None]
-        if said and not known: raise UserError(f'{path}: the files beside it say that EOS is {said[0]!r}, which is not in the vocabulary; name the EOS yourself')
+        if said and not known: raise UserError(f'{path}: the files beside it say that EOS is {short(said[0])}, which is not in the vocabulary; name the EOS yourself')
         tok.set_eos(known[0] if known else None, [i for i in ids if i is not None])
         return tok
 
     def __len__(self)->int: return self.vocab_size
-    def __repr__(self)->str: return f'Tokenizer({self.vocab_size} ids, EOS {self.eos_token!r} = {self.eos_id})'
+    def __repr__(self)->str: return f'Tokenizer({self.vocab_size} ids, EOS {short(self.eos_token)} = {self.eos_id})'
 
 # %% ../nbs/20_tokenizer.ipynb #b1f0f4dd
 def _around(raw, word):
