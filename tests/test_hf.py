@@ -803,12 +803,15 @@ def test_import_train_export(name, tok, nfc, tmp_path, capsys):
         return out.out
     (tmp_path/'text.txt').write_text('the cat sat on the mat, and the dog sat on the cat. '*400)
     export_hf(make(cfg, std=.02), tok, tmp_path/'d', max_shard_size='30KB')
+    stops = [tok.eos_id, 7]
+    for f in ('config.json', 'generation_config.json'): (tmp_path/'d'/f).write_text(json.dumps(js(tmp_path/'d'/f) | dict(eos_token_id=stops)))
     assert json.loads(run('import', tmp_path/'d', tmp_path/'run', '--json'))['model'] == cfg.to_dict()
     run('export', tmp_path/'run', tmp_path/'same', '--max-shard-size', '30KB')
     assert hashes(tmp_path/'same') == hashes(tmp_path/'d')
     r = json.loads(run('train', '--resume', '--out', tmp_path/'run', '--data', tmp_path/'text.txt', '--seq-len', 64, '--batch-size', 4, '--steps', 12, '--lr', .01, '--device', 'cpu', '--json'))
     assert r['step'] == 12 and r['params'] == cfg.num_params() and r['val_loss'] < math.log(300) - .5
     run('export', tmp_path/'run', tmp_path/'e')
+    assert js(tmp_path/'e/generation_config.json')['eos_token_id'] == stops     # a second stop id outlives training
     trained, ids = load_any(tmp_path/'run', 'composed')[0], torch.tensor([tok.encode('the cat sat on the mat')])
     with torch.no_grad():
         for n,p in trained.params().items():

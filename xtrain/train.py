@@ -295,7 +295,7 @@ def get_data(
     held = list(eval_batches(val, cfg.seq_len, cfg.batch_size, context=cfg.seq_len//2, max_tokens=cfg.eval_tokens)) if len(val) > 1 else []
     floor = (meta.get('floor') or {}).get('nats_per_token')
     say(f'data: {len(train):,} tokens to learn from, {len(val):,} held out' + ('' if held else ' (too few: no validation)') + (f'; the best possible loss is {floor:.4f}' if floor else ''))
-    info = dict(eos_id=tok.eos_id, tokenizer_sha256=tok.sha256, train_tokens=len(train), val_tokens=len(val), floor=floor)
+    info = dict(eos_id=tok.stop_ids if len(tok.stop_ids) > 1 else tok.eos_id, tokenizer_sha256=tok.sha256, train_tokens=len(train), val_tokens=len(val), floor=floor)
     return batches, held, info | {n: meta['key']['source' if n == 'data' else 'val_source'] for n in ('data', 'val_data')}
 
 def _brief(v):
