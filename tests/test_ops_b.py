@@ -361,6 +361,20 @@ def test_the_two_ways_of_a_gpu_on_a_cpu(ns, monkeypatch, size):
     assert l == 0 and not dh.any() and not dw.any()
 
 
+def test_opcheck_of_the_kernels(ns, monkeypatch):
+    "Schema, fake, gradient; and the way of few tokens compiled without a break"
+    monkeypatch.setattr(ce, 'cuda_ops', lambda *a: ns)
+    z, t, h, w = torch.randn(5, 37, requires_grad=True), torch.tensor([3, -100, 36, 0, 7]), torch.randn(5, 16), torch.randn(37, 16).t()
+    stats = ns.cross_entropy(z.detach(), t, -100, .1, 5.)[1]
+    for op, args in ((ns.cross_entropy, (z, t)), (ns.cross_entropy_backward, (torch.randn(5), z.detach(), t, stats)), (ns.loss_and_grad_, (z.detach().clone(), t, torch.rand(5))),
+                     (ns.grad_columns_, (z.detach().clone()[:, 3:], torch.randn(5), t, stats, 3)), (ce.head_losses, (h, w, t))): torch.library.opcheck(op, (*args, -100, .1, 5.))
+    torch.library.opcheck(ce.head_grads, (torch.randn(5), h, w, t, stats, -100, True, True, .1, 5.))
+    monkeypatch.setattr(ce, '_twice', lambda *a: True)
+    f = lambda h, w: linear_cross_entropy(h, w, t, z_loss=.01, softcap=20.)
+    h, w = h.requires_grad_(), w.requires_grad_()
+    for a, b in zip(*([l, *g] for l, g in (grads(compiled(f), h, w), grads(f, h, w)))): close(a, b, 1e-6)
+
+
 def test_opcheck_and_compile():
     h, w, t = leaf(20, 4), torch.randn(31, 4).t().requires_grad_(), torch.randint(31, (20,)); t[3] = -100
     for dtype in (F32, BF16): torch.library.opcheck(loss_and_grads, (h.detach().to(dtype), w.detach().to(dtype), t, -100, True, True))
