@@ -211,7 +211,7 @@ def check_unicode(text:str):
     try: text.encode()
     except UnicodeEncodeError as e: raise UserError(f'the text has a lone surrogate {text[e.start]!a} at character {e.start}, which is not valid Unicode') from None
 
-# %% ../nbs/20_tokenizer.ipynb #12eccbec
+# %% ../nbs/20_tokenizer.ipynb #44f22e6c
 PARTS = ('normalizer', 'pre_tokenizer', 'post_processor', 'decoder') # Of a tokenizer.json, besides the model
 
 class Tokenizer:
@@ -260,7 +260,8 @@ class Tokenizer:
         self.eos_token = None if i is None else self.raw.id_to_token(i) if 0 <= i < self.vocab_size else None
         if eos is not None and self.eos_token is None: raise UserError(f'{self.where}: EOS {short(eos)} is not in the vocabulary')
         self.stop_ids = list(dict.fromkeys([*([] if i is None else [i]), *stop_ids]))
-        self.leaks = i is not None and i in self._plain.encode(self.eos_token, add_special_tokens=False).ids # Can text spell the EOS?
+        with library(self.where, 'it failed at the name of its EOS'):
+            self.leaks = i is not None and i in self._plain.encode(self.eos_token, add_special_tokens=False).ids # Can text spell the EOS?
 
     def encode(self,
         text:str, # Any text
