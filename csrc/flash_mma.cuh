@@ -129,7 +129,7 @@ template <class T, int D, int MT> __device__ __forceinline__ void store(T* to, i
 #endif
 #include "flash_decode.cuh"
 #if HEAD_DIM <= 128 && !defined(MMA_ONLY)
-#define HOPPER (HEAD_DIM <= 64 ? 64 : 128) // wgmma's kernels come in two widths; filled up with zeros they are still faster there than mma.sync
+#define HOPPER (HEAD_DIM <= 64 ? 64 : 128) // columns of a tile in shared memory
 #include "flash_sm90.cuh"
 #endif
 #ifdef __CUDACC__
@@ -323,14 +323,14 @@ struct Mma {
     }
     static int64_t backward_scratch(const Flash& f) {
 #ifdef HOPPER
-        if (is_sm90()) return backward_sm90_scratch<HOPPER>(f);
+        if (is_sm90()) return backward_sm90_scratch<HOPPER, HEAD_DIM>(f);
 #endif
         return (int64_t)f.B * f.H * f.T;
     }
     template <class T> static void forward(const Flash& f, cudaStream_t s) {
         if (few(f)) return decode<T, HEAD_DIM>(f, s);
 #ifdef HOPPER
-        if (forward_sm90_run<T, HOPPER, 128, HOPPER == 64 ? 3 : 2>(f, s)) return; // more queries a block where registers allow
+        if (forward_sm90_run<T, HOPPER, HEAD_DIM, 128, HEAD_DIM == 64 ? 3 : 2>(f, s)) return; // three fit at 64; rows of small heads are short, and two waste less of them
 #endif
         auto* k = forward_kernel<T, HEAD_DIM, Z::FM, Z::FN, Z::FW>;
         constexpr int bytes = (Z::FM + 2 * Z::FN) * HEAD_DIM * 2;
@@ -348,7 +348,7 @@ struct Mma {
     template <class T> static void run(const Flash& f, bool back, cudaStream_t s) {
         if (!back) return forward<T>(f, s);
 #ifdef HOPPER
-        if (backward_sm90_run<T, HOPPER>(f, f.delta, s)) return;
+        if (backward_sm90_run<T, HOPPER, HEAD_DIM>(f, f.delta, s)) return;
 #endif
         run_delta<T>(f, true, s);
         if constexpr (HEAD_DIM <= 128) backward<T, Z::KM, Z::KN, Z::KW, true, true, true>(f, s);

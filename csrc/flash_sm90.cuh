@@ -50,6 +50,9 @@ template <int N> __device__ __forceinline__ void pin(uint32_t (&x)[N][4]) {
 }
 #define ACC4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define ACC16(d, n) ACC4(d, n), ACC4(d, n + 1), ACC4(d, n + 2), ACC4(d, n + 3)
+#define R16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define R48 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47}"
 #define R32 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
 #define R64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
     "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
@@ -68,6 +71,18 @@ template <class T> struct Wgmma;
         static __device__ __forceinline__ void tt(float (&d)[8][4], uint64_t a, uint64_t b, int add) {                                                         \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " " R32 ", %32, %33, p, 1, 1, 1, 1;\n}" \
                          : ACC16(d, 0), ACC16(d, 4) : "l"(a), "l"(b), "r"(add));                                                                               \
+        }                                                                                                                                                      \
+        static __device__ __forceinline__ void tt(float (&d)[4][4], uint64_t a, uint64_t b, int add) {                                                         \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME " " R16 ", %16, %17, p, 1, 1, 1, 1;\n}" \
+                         : ACC16(d, 0) : "l"(a), "l"(b), "r"(add));                                                                                            \
+        }                                                                                                                                                      \
+        static __device__ __forceinline__ void nn(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b) {                                                     \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." NAME "." NAME " " R48 ", {%48,%49,%50,%51}, %52, 1, 1, 1, 1;"                           \
+                         : ACC16(d, 0), ACC16(d, 4), ACC16(d, 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+        }                                                                                                                                                      \
+        static __device__ __forceinline__ void nn(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {                                                      \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME " " R16 ", {%16,%17,%18,%19}, %20, 1, 1, 1, 1;"                           \
+                         : ACC16(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                                  \
         }                                                                                                                                                      \
         static __device__ __forceinline__ void nn(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {                                                     \
             asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " " R64 ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                          \
@@ -94,7 +109,8 @@ __device__ __forceinline__ Work work_of(int n, int B, int H, int section, int ti
 // What a block takes each time: to and fro over the blocks, so that who got a heavy one before gets a light one now
 __device__ __forceinline__ int nth(int pick) { return pick * gridDim.x + (pick & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 
-template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WGS + 1) * 128, 1)
+// D: columns in shared memory, 64 or 128; W: columns that are multiplied, the head's size rounded up to 32, 64, 96 or 128
+template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bounds__((WGS + 1) * 128, 1)
     forward_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const Flash f, int section) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int BM = 64 * WGS, NT = BN / 8, SLABS = D / 64, STAGES = 2, TILE = BN * D * 2;
@@ -142,13 +158,13 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
         for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
             const Work w = work_of(n, f.B, f.H, section, tiles, BM, false);
             const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
-            float o[1][D / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
+            float o[1][W / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
             uint32_t p[NT / 2][4];
             auto scores = [&](int at) {
                 pin(s);
                 wgmma_fence();
 #pragma unroll
-                for (int d = 0; d < D / 16; d++)
+                for (int d = 0; d < W / 16; d++)
                     Wgmma<T>::nt(s, matrix(my_q + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(k + at * TILE + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
                 wgmma_commit();
             };
@@ -218,7 +234,7 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
                     pin(o[0]), pin(p);
                     if (lane == 0) mbar_arrive(v_free + 8 * at);
 #pragma unroll
-                    for (int x = 0; x < D / 8; x++)
+                    for (int x = 0; x < W / 8; x++)
 #pragma unroll
                         for (int e = 0; e < 4; e++) o[0][x][e] *= shrink[e / 2];
                     round();
@@ -239,7 +255,7 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
                 by[0][y] = sum > 0 ? 1 / sum : 0;
                 if (lane % 4 == 0 && i < f.T) f.lse[((int64_t)w.b * f.H + w.h) * f.T + i] = sum > 0 ? m[y] * f.scale + __logf(sum) : -INFINITY;
             }
-            store<T, D, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, o, by, lane);
+            store<T, W, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, o, by, lane);
         }
     }
 #endif
@@ -250,17 +266,17 @@ template <class T, int D, int BN, int WGS> __global__ void __launch_bounds__((WG
 //   s = k q^T   p = exp(s - lse)   dv += p g   dp = v g^T   ds = p (dp - delta)   dk += ds q   dq += ds^T k
 // Every tile of dq is added up in one order, keys ascending; `turn` says whose turn it is. Blocks take the owners of keys in that order, too, the first keys (with a causal mask the heaviest)
 // of all heads first, and walk from the last queries up. So nobody waits for a block that has not begun, and seldom for one that has.
-template <int D> struct One {
-    static constexpr int BM = 128, BN = 8192 / D, OWN = BM * D * 2, TILE = BN * D * 2, DS = BM * BN * 2, PART = BN * D * 4, STAGES = 2;
+template <int D, int W> struct One {
+    static constexpr int BM = 128, BN = 8192 / D, OWN = BM * D * 2, TILE = BN * D * 2, DS = BM * BN * 2, DQ = W < 64 ? W : 64, PART = 128 * DQ * 4, STAGES = 2; // DQ: columns of dq that a warpgroup makes, for 64 queries
     static constexpr int TILES = 2 * OWN + 2 * STAGES * TILE + 2 * DS + 2 * PART, BYTES = TILES + STAGES * BN * 8 + 3 * 8 + (8 + 3 * STAGES) * 8;
 };
 constexpr int FIRST = 1 << 30, NOBODY = 1 << 31; // in `turn`: nothing has been added yet; nobody sees this tile
-template <class T, int D> __global__ void __launch_bounds__(384, 1)
+template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
     backward_one_sm90(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_g,
                       const Flash f, const float2* stats, int padded, float* acc, int* turn, int* next) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using C = One<D>;
-    constexpr int BM = C::BM, BN = C::BN, NT = BN / 8, SLABS = D / 64, STAGES = C::STAGES, OWN = C::OWN, TILE = C::TILE, DS = C::DS, PART = C::PART;
+    using C = One<D, W>;
+    constexpr int BM = C::BM, BN = C::BN, NT = BN / 8, SLABS = D / 64, STAGES = C::STAGES, OWN = C::OWN, TILE = C::TILE, DS = C::DS, PART = C::PART, DQ = C::DQ;
     extern __shared__ __align__(1024) char whole[];
     int2* part = (int2*)(whole + C::TILES + STAGES * BN * 8); // of a part of dq, which tile of queries and which of keys; last, what the block works at
     int* item = (int*)(part + 2);
@@ -269,8 +285,8 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
                    dq_full = ds_full + 16, dq_free = dq_full + 16;
     const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, heads = f.B * f.Hkv, all = tiles_of(f.S, BM) * heads, q_tiles = padded / BN;
     if (threadIdx.x == 0) {
-        mbar_init(own_full, 1), mbar_init(own_free, 8);
-        for (int s = 0; s < STAGES; s++) mbar_init(q_full + 8 * s, 1), mbar_init(g_full + 8 * s, 1), mbar_init(x_free + 8 * s, 8);
+        mbar_init(own_full, 1), mbar_init(own_free, 256); // every thread that reads arrives: racecheck follows threads, not warps
+        for (int s = 0; s < STAGES; s++) mbar_init(q_full + 8 * s, 1), mbar_init(g_full + 8 * s, 1), mbar_init(x_free + 8 * s, 256);
         for (int s = 0; s < 2; s++) mbar_init(ds_full + 8 * s, 8), mbar_init(dq_full + 8 * s, 8), mbar_init(dq_free + 8 * s, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
@@ -314,7 +330,7 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
                     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn + tile) : "memory");
                 } while ((now & ~FIRST) != mine);
                 asm volatile("fence.proxy.async;" ::: "memory");
-                float* to = acc + (int64_t)tile * (BN * D);
+                float* to = acc + (int64_t)tile * (PART / 4);
                 if (now & FIRST) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(dqs + me * PART), "n"(PART) : "memory");
                 else asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(dqs + me * PART), "n"(PART) : "memory");
                 asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -335,17 +351,17 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
             if (n >= all) break;
             const Work w = {n / heads * BM, n % heads / f.Hkv, n % heads % f.Hkv};
             const Span t = span_of([&](int r) { return queries_of(f, w.b, r); }, w.i0, BM, f.S, BN);
-            float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
+            float dk[1][W / 8][4] = {}, dv[1][W / 8][4] = {};
             uint32_t p[NT / 2][4], ds[NT / 2][4];
             auto product = [&](float (&to)[NT][4], uint32_t own, uint32_t x) {
                 pin(to);
                 asm volatile("" : "+r"(own)); // or else all its addresses wait in registers
                 wgmma_fence();
 #pragma unroll
-                for (int d = 0; d < D / 16; d++) Wgmma<T>::nt(to, matrix(own + wg * 64 * 128 + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(x + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
+                for (int d = 0; d < W / 16; d++) Wgmma<T>::nt(to, matrix(own + wg * 64 * 128 + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(x + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
                 wgmma_commit();
             };
-            auto add = [&](float (&to)[D / 8][4], const uint32_t (&a)[NT / 2][4], uint32_t x) {
+            auto add = [&](float (&to)[W / 8][4], const uint32_t (&a)[NT / 2][4], uint32_t x) {
                 pin(to);
                 wgmma_fence();
 #pragma unroll
@@ -358,7 +374,7 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                     for (int i = 0; i < 4; i++) to[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
             };
-            auto dq_product = [&](float (&dq)[8][4], int step) { // of the tile of step `step`
+            auto dq_product = [&](float (&dq)[DQ / 8][4], int step) { // of the tile of step `step`
                 mbar_wait(ds_full + 8 * (step & 1), step >> 1 & 1);
                 pin(dq);
                 uint32_t b = dq_b;
@@ -368,11 +384,11 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
                 for (int d = 0; d < BM / 16; d++) Wgmma<T>::tt(dq, matrix(dq_a + (step & 1) * DS + d * 16 * 128, 16), matrix(b + d * 16 * 128, 16), d != 0);
                 wgmma_commit();
             };
-            auto hand_over_dq = [&](const float (&dq)[8][4], int step, int head, int jt) { // to the warp that adds it
+            auto hand_over_dq = [&](const float (&dq)[DQ / 8][4], int step, int head, int jt) { // to the warp that adds it
                 mbar_wait(dq_free + 8 * (step & 1), (step >> 1 & 1) ^ 1);
-                const uint32_t to = dqs + (step & 1) * PART + (wg * 8 * 128 + threadIdx.x % 128) * 16;
+                const uint32_t to = dqs + (step & 1) * PART + (wg * (DQ / 8) * 128 + threadIdx.x % 128) * 16;
 #pragma unroll
-                for (int x = 0; x < 8; x++) asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + x * 2048), "f"(dq[x][0]), "f"(dq[x][1]), "f"(dq[x][2]), "f"(dq[x][3]) : "memory");
+                for (int x = 0; x < DQ / 8; x++) asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + x * 2048), "f"(dq[x][0]), "f"(dq[x][1]), "f"(dq[x][2]), "f"(dq[x][3]) : "memory");
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 __syncwarp();
                 if (threadIdx.x == 0) part[step & 1] = {(w.b * f.H + w.h * f.group + head) * q_tiles + jt, w.i0 / BM};
@@ -384,7 +400,7 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
                 constexpr bool first = decltype(first_)::value; // one step; `first` of this block of keys: no step before it has left a dq to be made
                 const int at = step % STAGES, parity = step / STAGES & 1, c0 = jt * BN;
                 const uint32_t column = columns + at * BN * 8 + lane % 4 * 16; // lse in units of log 2, and delta, of each query
-                float s[NT][4], dp[NT][4], dq[8][4];
+                float s[NT][4], dp[NT][4], dq[DQ / 8][4];
                 mbar_wait(q_full + 8 * at, parity);
                 product(s, k, q + at * TILE);
                 if constexpr (!first) {
@@ -443,24 +459,23 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
                 add(dk[0], ds, q + at * TILE);
                 wgmma_wait<0>();
                 pin(dk[0]), pin(dv[0]), pin(p), pin(ds);
-                __syncwarp();
-                if (lane == 0) mbar_arrive(x_free + 8 * at);
+                mbar_arrive(x_free + 8 * at);
                 step++;
                 if (++head == f.group) head = 0, jt--;
             };
             if (total) {
                 walk(std::true_type{});
                 for (int left = total - 1; left; left--) walk(std::false_type{});
-                float dq[8][4];
+                float dq[DQ / 8][4];
                 dq_product(dq, step - 1);
                 wgmma_wait<0>();
                 pin(dk[0]), pin(dv[0]), pin(p), pin(ds), pin(dq);
-                if (lane == 0) mbar_arrive(own_free);
+                mbar_arrive(own_free);
                 hand_over_dq(dq, step - 1, head ? head - 1 : f.group - 1, head ? jt : jt + 1);
-            } else if (lane == 0) mbar_arrive(own_free);
+            } else mbar_arrive(own_free);
             const float by[1][2] = {{f.scale, f.scale}}, one[1][2] = {{1, 1}};
-            store<T, D, 1>(f.dk.at<T>(w.b, w.h), f.dk.n, w.i0 + row0, f.S, f.D, dk, by, lane);
-            store<T, D, 1>(f.dv.at<T>(w.b, w.h), f.dv.n, w.i0 + row0, f.S, f.D, dv, one, lane);
+            store<T, W, 1>(f.dk.at<T>(w.b, w.h), f.dk.n, w.i0 + row0, f.S, f.D, dk, by, lane);
+            store<T, W, 1>(f.dv.at<T>(w.b, w.h), f.dv.n, w.i0 + row0, f.S, f.D, dv, one, lane);
         }
         for (int n = 0; n < 2; n++, step++) { // no more dq
             mbar_wait(dq_free + 8 * (step & 1), (step >> 1 & 1) ^ 1);
@@ -471,45 +486,45 @@ template <class T, int D> __global__ void __launch_bounds__(384, 1)
 #endif
 }
 // dq from `acc`: one block for each tile, threads as above
-template <class T, int D> __global__ void __launch_bounds__(256) round_dq(const Flash f, const float* acc, const int* turn, int q_tiles) {
+template <class T, int D, int W> __global__ void __launch_bounds__(256) round_dq(const Flash f, const float* acc, const int* turn, int q_tiles) {
+    constexpr int DQ = One<D, W>::DQ;
     const int jt = blockIdx.x % q_tiles, bh = blockIdx.x / q_tiles, b = bh / f.H, wg = threadIdx.x / 128, lane = threadIdx.x % 32;
     const bool any = turn[blockIdx.x] != NOBODY;
-    const float4* x = (const float4*)(acc + (int64_t)blockIdx.x * 8192) + wg * 8 * 128 + threadIdx.x % 128;
-    float dq[1][8][4];
+    const float4* x = (const float4*)(acc + (int64_t)blockIdx.x * (128 * DQ)) + wg * (DQ / 8) * 128 + threadIdx.x % 128;
+    float dq[1][DQ / 8][4];
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < DQ / 8; n++) {
         const float4 y = any ? x[n * 128] : float4{};
         dq[0][n][0] = y.x, dq[0][n][1] = y.y, dq[0][n][2] = y.z, dq[0][n][3] = y.w;
     }
     const float by[1][2] = {{f.scale, f.scale}};
     const int col = D == 64 ? 0 : wg * 64;
-    store<T, 64, 1>(f.dq.at<T>(b, bh % f.H) + col, f.dq.n, jt * One<D>::BN + (D == 64 ? wg * 64 : 0) + threadIdx.x % 128 / 32 * 16, f.T, f.D - col, dq, by, lane);
+    store<T, DQ, 1>(f.dq.at<T>(b, bh % f.H) + col, f.dq.n, jt * One<D, W>::BN + (D == 64 ? wg * 64 : 0) + threadIdx.x % 128 / 32 * 16, f.T, f.D - col, dq, by, lane);
 }
 // For each query lse in units of log 2, and delta = sum over d of g * o, less g_lse; rows of `padded` queries, zeros at the end. 16 bytes a thread, `lanes` threads a query.
-// For each tile of BN queries, whose turn it is to add to dq: the last tile of BM keys that walks over it.
-template <class T, int BM, int BN> __global__ void stats_kernel(const Flash f, float2* stats, int* turn, int* next, int padded, int lanes) {
-    const int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / lanes, bh = row / padded;
-    const int lane = threadIdx.x % lanes, t = row % padded;
-    const bool in = bh < (int64_t)f.B * f.H && t < f.T;
-    float s = 0;
+// For each tile of BN queries, whose turn it is to add to dq: the first tile of BM keys that walks over it.
+// A block keeps to one head, so that no thread divides; `blocks` to a head.
+template <class T, int BM, int BN> __global__ void __launch_bounds__(256) stats_kernel(const Flash f, float2* stats, int* turn, int* next, int padded, int lanes, int blocks) {
+    const int lane = threadIdx.x % lanes, bh = blockIdx.x / blocks, b = bh / f.H, h = bh % f.H, t = blockIdx.x % blocks * (256 / lanes) + threadIdx.x / lanes;
     if (blockIdx.x == 0 && threadIdx.x == 0) *next = 0;
-    if (in && lane * 8 < f.D) {
-        const auto a = Vec<T, 8>::load(f.g.at<const T>(bh / f.H, bh % f.H) + t * f.g.n + lane * 8), b = Vec<T, 8>::load(f.o.at<const T>(bh / f.H, bh % f.H) + t * f.o.n + lane * 8);
+    float s = 0;
+    if (t < f.T && lane * 8 < f.D) {
+        const auto g = Vec<T, 8>::load(f.g.at<const T>(b, h) + t * f.g.n + lane * 8), o = Vec<T, 8>::load(f.o.at<const T>(b, h) + t * f.o.n + lane * 8);
 #pragma unroll
-        for (int i = 0; i < 8; i++) s = fmaf(a[i], b[i], s);
+        for (int i = 0; i < 8; i++) s = fmaf(g[i], o[i], s);
     }
     s = lane_sum(s, lanes);
-    if (lane || bh >= (int64_t)f.B * f.H) return;
-    stats[row] = in ? float2{f.lse[bh * f.T + t] * LOG2E, s - (f.g_lse ? f.g_lse[bh * f.T + t] : 0.f)} : float2{};
-    if (t % BN == 0) {
-        const int jt = t / BN, b = bh / f.H;
-        int first = -1, end = tiles_of(f.S, BM); // last queries ascend with the keys, too
-        while (end - first > 1) {
-            const int mid = (first + end) / 2;
-            if (tiles_of(queries_of(f, b, min(mid * BM + BM, f.S) - 1).hi, BN) <= jt) first = mid; else end = mid;
-        }
-        turn[row / BN] = end < tiles_of(f.S, BM) && queries_of(f, b, end * BM).lo / BN <= jt ? end | FIRST : NOBODY;
+    if (lane || t >= padded) return;
+    const int64_t row = (int64_t)bh * f.T + t;
+    stats[(int64_t)bh * padded + t] = t < f.T ? float2{f.lse[row] * LOG2E, s - (f.g_lse ? f.g_lse[row] : 0.f)} : float2{};
+    if (t % BN) return;
+    const int jt = t / BN;
+    int first = -1, end = tiles_of(f.S, BM); // last queries ascend with the keys
+    while (end - first > 1) {
+        const int mid = (first + end) / 2;
+        if (tiles_of(queries_of(f, b, min(mid * BM + BM, f.S) - 1).hi, BN) <= jt) first = mid; else end = mid;
     }
+    turn[(int64_t)bh * (padded / BN) + jt] = end < tiles_of(f.S, BM) && queries_of(f, b, end * BM).lo / BN <= jt ? end | FIRST : NOBODY;
 }
 
 // --- host: tensor maps, and what takes this path
@@ -544,11 +559,11 @@ inline bool is_sm90() {
     return major == 9;
 }
 // False: not here, take the other kernel
-template <class T, int D, int BN, int WGS> bool forward_sm90_run(const Flash& f, cudaStream_t s) {
+template <class T, int D, int W, int BN, int WGS> bool forward_sm90_run(const Flash& f, cudaStream_t s) {
     if (!is_sm90() || !tensor_map_encoder() || !f.S) return false;
     CUtensorMap q, k, v;
     if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, 64 * WGS) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, BN) || !tensor_map<T>(v, f.v, f.B, f.Hkv, f.S, f.D, BN)) return false;
-    auto* kernel = forward_sm90<T, D, BN, WGS>;
+    auto* kernel = forward_sm90<T, D, W, BN, WGS>;
     constexpr int bytes = (64 * WGS + 4 * BN) * D * 2 + 1024;
     allow_smem((const void*)kernel, bytes);
     const int heads = f.B * f.H, fit = (int)std::min<int64_t>(heads, std::max<int64_t>(1, (32 << 20) / ((int64_t)f.S * D * 4)) * f.group); // 32 MiB of keys and values at a time
@@ -557,26 +572,27 @@ template <class T, int D, int BN, int WGS> bool forward_sm90_run(const Flash& f,
     return true;
 }
 inline int padded_queries(int T, int D) { return tiles_of(T, 8192 / D) * (8192 / D); }
-template <int D> int64_t backward_sm90_scratch(const Flash& f) { // in floats: two numbers and dq for each query; turns
-    const int64_t rows = (int64_t)f.B * f.H * padded_queries(f.T, D);
-    return rows * (2 + D) + rows * D / 8192 + 1;
+template <int D, int W> int64_t backward_sm90_scratch(const Flash& f) { // in floats: two numbers and dq for each query; turns; one more counter
+    const int64_t rows = (int64_t)f.B * f.H * padded_queries(f.T, D), tiles = rows * D / 8192;
+    return rows * 2 + tiles * (One<D, W>::PART / 4 + 1) + 1;
 }
-template <class T, int D> bool backward_sm90_run(const Flash& f, float* scratch, cudaStream_t s) {
+template <class T, int D, int W> bool backward_sm90_run(const Flash& f, float* scratch, cudaStream_t s) {
     if (!is_sm90() || !tensor_map_encoder() || !f.S || !f.T) return false;
-    using C = One<D>;
+    using C = One<D, W>;
     CUtensorMap q, g, k, v;
     if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, C::BN) || !tensor_map<T>(g, f.g, f.B, f.H, f.T, f.D, C::BN) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, C::BM) ||
         !tensor_map<T>(v, f.v, f.B, f.Hkv, f.S, f.D, C::BM)) return false;
     const int padded = padded_queries(f.T, D), lanes = pow2_at_least(ceil_div(f.D, 8));
-    const int64_t rows = (int64_t)f.B * f.H * padded;
+    const int64_t rows = (int64_t)f.B * f.H * padded, tiles = rows * D / 8192;
     float2* stats = (float2*)scratch;
     float* acc = scratch + 2 * rows;
-    int *turn = (int*)(acc + rows * D), *next = turn + rows * D / 8192;
-    stats_kernel<T, C::BM, C::BN><<<ceil_div(rows * lanes, 256), 256, 0, s>>>(f, stats, turn, next, padded, lanes);
-    auto* one = backward_one_sm90<T, D>;
+    int *turn = (int*)(acc + tiles * (C::PART / 4)), *next = turn + tiles;
+    const int blocks = ceil_div(padded * lanes, 256);
+    stats_kernel<T, C::BM, C::BN><<<f.B * f.H * blocks, 256, 0, s>>>(f, stats, turn, next, padded, lanes, blocks);
+    auto* one = backward_one_sm90<T, D, W>;
     allow_smem((const void*)one, C::BYTES);
     one<<<std::min(sm_count(), f.B * f.Hkv * tiles_of(f.S, C::BM)), 384, C::BYTES, s>>>(k, v, q, g, f, stats, padded, acc, turn, next);
-    round_dq<T, D><<<rows * D / 8192, 256, 0, s>>>(f, acc, turn, padded / C::BN);
+    round_dq<T, D, W><<<tiles, 256, 0, s>>>(f, acc, turn, padded / C::BN);
     return true;
 }
 #endif

@@ -57,7 +57,7 @@ def _flex(device, shape):
         return made[0](q, k, v, block_mask=made[1], enable_gqa=H != K)
     return f
 
-# %% ../nbs/40_bench_attention.ipynb #9539c735
+# %% ../nbs/40_bench_attention.ipynb #0182d73d
 def measure_attention(
     shape:tuple[int,...], # Rows, tokens, query heads, KV heads, head size
     device:torch.device, # Where
@@ -90,7 +90,7 @@ def measure_attention(
     def turn(row, o):
         row['forward_ms'].append(median_ms(lambda: o[0](*x), device, seconds/3))
         row['backward_ms'].append(median_ms(lambda: torch.autograd.grad(o[1], x, do, retain_graph=True), device, seconds/3))
-    for _ in range(3): # in turns, because a card that is warm from one kernel is slower at the next
+    for _ in range(3 if flop < 2e12 else 1): # in turns, because a card that is warm from one kernel is slower at the next
         for who in live: each(who, turn)
     for row in rows:
         if 'error' in row: del row['forward_ms'], row['backward_ms']; continue
