@@ -517,6 +517,13 @@ def test_a_compiler_without_its_linker(machine, monkeypatch):
     assert re.search('(ld|as) comes with binutils and its folder must be on PATH$', str(e.value).splitlines()[0]), str(e.value)
 
 
+def test_every_process_asks_for_the_same_file(machine, monkeypatch):
+    "A key must not hang on the order of a set, which is another in each process"
+    def key(seed): return subprocess.run([sys.executable, '-c', f"import xtrain.kernels as k, torch; torch.version.cuda = '13.0'; print(k.compile_source({TINY % 'one'!r}, gpu=True, arch=[]))"],
+                                         env=dict(os.environ, PYTHONHASHSEED=str(seed), PYTHONPATH=str(ROOT), FAKE_LOG=str(machine/'log')), capture_output=True, text=True, check=True).stdout
+    assert len({key(seed) for seed in range(5)}) == 1 and len(list((machine/'cache').glob('*.so'))) == 1
+
+
 # ---------------------------------------------------------------- loading and telling torch
 
 INLINE = '''

@@ -59,10 +59,11 @@ def cases():
                     t = torch.randint(0, V, (R,), device='cuda'); t[0] = -100 if R > 1 else 0
                     cross_entropy(new(R, V, shift=s, **k), t, **options).backward()
                 yield f'cross_entropy {R}x{V}+{s} {short} {options or ""}', loss
-        def fused(k=k):
-            t = torch.randint(0, 1003, (37,), device='cuda'); t[5] = -100
-            linear_cross_entropy(new(37, 64, **k), new(64, 1003, **k), t, weight=torch.rand(37, device='cuda')).backward()
-        yield f'linear_cross_entropy 37x64x1003 {short}', fused
+        for N,D,V in ((37, 64, 1003), (500, 64, 1003), (9, 1, 120001)): # few tokens; many; a row shared by a cluster of blocks
+            def fused(N=N, D=D, V=V, k=k):
+                t = torch.randint(0, V, (N,), device='cuda'); t[5] = -100
+                linear_cross_entropy(new(N, D, **k), new(D, V, **k), t, weight=torch.rand(N, device='cuda')).backward()
+            yield f'linear_cross_entropy {N}x{D}x{V} {short}', fused
         def adamw(k=k):
             from xtrain.optim import AdamW
             ps = [torch.nn.Parameter(new(*s, grad=False, **k)) for s in ((1,), (7,), (33, 65), (3, 5, 7), (100, 1001))]

@@ -210,7 +210,7 @@ def command(
     return ([str(nvcc.path), *host, '-Xcompiler', '-fPIC', '-lineinfo', '--threads', '2', '-DUSE_CUDA', *arch, *common],
             [*(f'-L{d}' for d in nvcc.lib_dirs), f'-L{root}/lib', '-ltorch_cpu', *cuda, '-lc10'])
 
-# %% ../nbs/00_kernels.ipynb #9296b3c1
+# %% ../nbs/00_kernels.ipynb #6d3fb13f
 _warned = set() # What has been said
 
 def _libc(): return os.confstr('CS_GNU_LIBC_VERSION') if 'CS_GNU_LIBC_VERSION' in getattr(os, 'confstr_names', ()) else platform.platform()
@@ -246,7 +246,7 @@ def compile_source(
     cmd, libs = command(list(arch) if gpu else None)
     folders = [csrc_path()] + ([] if text or src.resolve().parent == csrc_path().resolve() else [src.resolve().parent])
     nvcc_env = [f'{k}={v}' for k,v in sorted(os.environ.items()) if k.startswith('NVCC_')]
-    key = hashlib.sha256('\0'.join([code, *_headers(code, folders), *cmd, *libs, *nvcc_env, *map(_version, {cmd[0], _cxx()[0]}), torch.__version__, platform.machine(), _libc()]).encode('utf-8', 'surrogateescape')).hexdigest()[:16]
+    key = hashlib.sha256('\0'.join([code, *_headers(code, folders), *cmd, *libs, *nvcc_env, *map(_version, (cmd[0], _cxx()[0])), torch.__version__, platform.machine(), _libc()]).encode('utf-8', 'surrogateescape')).hexdigest()[:16]
     out = cache_dir()/f'{name}-{key}.so'
     if out.exists(): return out
     if out.parent != (first := next(_places())).resolve() and first not in _warned:
