@@ -266,6 +266,16 @@ def test_decoding(D):
         assert torch.equal(o, whole) and torch.equal(o[-1:], flash_attention(q[-1:], *(t[-1:] for t in cache), pad=None if pad is None else pad[-1:]))
 
 
+def test_auto_takes_it_where_it_is_the_fastest():
+    from xtrain.ops.attention import attention, fastest_path
+    hopper, card = torch.cuda.get_device_capability()[0] == 9, torch.device('cuda')
+    for dtype, D, ours in ((BF16, 128, hopper), (F16, 64, hopper), (BF16, 72, hopper), (BF16, 63, False), (BF16, 256, False), (F32, 64, False)):
+        path, why = fastest_path(card, dtype, D)
+        assert path == ('flash' if ours else 'sdpa') and why
+        q, k, v = (t.detach() for t in qkv(1, 2, 1, 40, 40, D, dtype))
+        assert torch.equal(attention(q, k, v, path='auto'), attention(q, k, v, path=path))
+
+
 # --- as an op ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize('dtype', [F32, BF16])
 def test_opcheck(dtype):
