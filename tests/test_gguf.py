@@ -86,6 +86,12 @@ def test_keys(tok, model, tmp_path):
     assert {n.split('.')[-1]: v for n,v in k.items() if n.startswith('tokenizer.') and not isinstance(v, list)} == dict(model='gpt2', pre='qwen2', eos_token_id=0, bos_token_id=0, add_bos_token=False, add_eos_token=False)
     assert len(k['tokenizer.ggml.tokens']) == len(k['tokenizer.ggml.token_type']) == 504
 
+def test_a_chat_template_goes_along(tok, model, tmp_path):
+    tok.chat_template = '{{ messages[0].content }}'
+    try: k, _ = keys(written(tmp_path, (model, tok)))
+    finally: tok.chat_template = None
+    assert k['tokenizer.chat_template'] == '{{ messages[0].content }}'
+
 def test_same_bytes_from_anywhere(tok, model, tmp_path):
     from xtrain.checkpoint import new_run
     from xtrain.hf import open_weights
@@ -131,7 +137,8 @@ def tiny(tok): return TinyTransformer(ModelConfig(tok.vocab_size + 3, 32, 1, 1, 
 @pytest.mark.parametrize('name', [k for k,v in KINDS.items() if v[2]])
 def test_text_is_read_as_tokenizer_json_says(tmp_path, name):
     t, raw, pre = make(name)
-    assert pre_name(t) == pre == export_gguf((tiny(t), t), tmp_path/'a.gguf')['pre']
+    r = export_gguf((tiny(t), t), tmp_path/'a.gguf')
+    assert pre_name(t) == pre == r['pre'] and any('in front of every text' in n for n in r['notes']) == bool(t.front)
     llama = Llama(tmp_path/'a.gguf')
     for s in hard():
         raw.encode_special_tokens = False                                       # names of control tokens are tokens

@@ -42,7 +42,7 @@ def test_threads_do_not_matter(texts, tok):
     assert r.stdout.strip() == tok.sha256
 
 def test_split_is_qwen2s_to_the_letter(tok):
-    transformers = pytest.importorskip('transformers')
+    pytest.importorskip('transformers')
     from transformers.models.qwen2 import tokenization_qwen2 as q
     assert QWEN2_SPLIT == q.PRETOKENIZE_REGEX and pre_name(tok) == 'qwen2'
 
