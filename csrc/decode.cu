@@ -5,7 +5,6 @@
 // Rows of the batch share the weights: 16-bit types multiply by mma.sync, rows of the batch against 8 rows of the weights, so one row costs
 // as much as eight; float32 multiplies in float32. Sums have a fixed order that does not depend on the batch: a row has the same bits in any.
 #include "decode.cuh"
-#include <algorithm>
 
 #ifdef __CUDACC__
 #ifndef SHARE
@@ -47,7 +46,7 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
     int loaded = 0, load_step = 0, load_group = blockIdx.x, load_slot = 0;
     const auto load_unit = [&] {
         if (loaded++ >= units) return;
-        if (load_step == 0)
+        if (load_step == 0) {
 #pragma unroll
             for (int i = 0; i < NT; i++) {
                 int r = (load_group * OUT + i % OUT) * 8 + g, m = MODE == SWIGLU ? i / OUT : 0;
@@ -55,6 +54,7 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
                 if (MODE == STORE && r >= p.end[0]) m = r >= p.end[1] ? 2 : 1, r -= p.end[m - 1];
                 rows[i] = in ? static_cast<const T*>(p.w[m]) + (int64_t)r * K + t * E : nullptr;
             }
+        }
         const int k = (load_step * WARPS + warp) * 4 * E;
 #pragma unroll
         for (int i = 0; i < NT; i++) {
@@ -118,11 +118,12 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
         }
     }
     const auto apply_norm = [&] {
-        if constexpr (NORM)
+        if constexpr (NORM) {
 #pragma unroll
             for (int s = 0; s < KS; s++)
 #pragma unroll
                 for (int i = 0; i < XS; i++) xs[s][i] = normed<T>(xs[s][i], r[i], gains[s]);
+        }
     };
     if (NORM && steps > KS) load_x(0);
     apply_norm();
@@ -150,14 +151,14 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
 #pragma unroll
                 for (int i = 0; i < NT; i++) {
                     const uint4 w = ring[(slot * NT + i) * THREADS];
-                    if constexpr (HALF)
+                    if constexpr (HALF) {
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             const uint4 a = xs[s][2 * m], b = 2 * m + 1 < NB ? xs[s][2 * m + 1 < NB ? 2 * m + 1 : 0] : uint4{};
                             mma(acc[i][m * CHAINS], a.x, b.x, a.y, b.y, w.x, w.y);
                             mma(acc[i][m * CHAINS + CHAINS - 1], a.z, b.z, a.w, b.w, w.z, w.w);
                         }
-                    else {
+                    } else {
                         const auto wv = as_vec<T>(w);
 #pragma unroll
                         for (int b = 0; b < 8; b++) {
@@ -179,19 +180,21 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
         // The warps' shares, one after the other
         float* to = red + warp * ROWS * LINE;
 #pragma unroll
-        for (int i = 0; i < NT; i++)
-            if constexpr (HALF)
+        for (int i = 0; i < NT; i++) {
+            if constexpr (HALF) {
 #pragma unroll
                 for (int m = 0; m < NB; m++) {
                     const float *c = acc[i][m / 2 * CHAINS] + m % 2 * 2, *d = acc[i][m / 2 * CHAINS + CHAINS - 1] + m % 2 * 2;
                     if (b0 + 8 * m + g < p.B) *reinterpret_cast<float2*>(to + (8 * m + g) * LINE + i * 8 + 2 * t) = CHAINS == 2 ? float2{c[0] + d[0], c[1] + d[1]} : float2{c[0], c[1]};
                 }
-            else
+            } else {
 #pragma unroll
                 for (int b = 0; b < 8; b++) {
                     const float v = lane_sum(acc[i][b / 4][b % 4], 4);
                     if (t == 0) to[b * LINE + i * 8 + g] = v;
                 }
+            }
+        }
         __syncthreads();
         const auto total = [&](int tile, int n, int b) {
             float s = 0;
@@ -243,29 +246,31 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
 }
 
 // --- attention ---------------------------------------------------------------------------------------------------------------------------
-// A block takes `per` cuts, one after the other. Keys and values that earlier steps wrote are asked for before the projections are there, and the next
-// cut's while this one is computed; each thread reads back just what it asked for.
-template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) attend_kernel(const __grid_constant__ Attend p, int per) {
-    using A = Attention<T, G, L>;
+// A block takes a span, 8 cuts of 64 keys, one after the other. Keys and values that earlier steps wrote are asked for before the projections are there,
+// and the next cut's while this one is computed; each thread reads back just what it asked for.
+constexpr int SPAN = 8;
+template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) attend_kernel(const __grid_constant__ Attend p) {
+    using A = Attention<T, G, L, SPAN>;
     extern __shared__ __align__(16) unsigned char smem[];
     __shared__ typename A::Shared shared;
     done();
     A a(p);
-    if (!a.begin(blockIdx.z, blockIdx.y, blockIdx.x * per)) return;
-    const int first = a.cut, end = min(first + per, a.used);
-    uint4* ring = reinterpret_cast<uint4*>(smem + (size_t)(G + 2) * p.D * sizeof(T) + (size_t)WARPS * G * p.D * 4) + threadIdx.x; // [1 or 2][keys][K, V][THREADS]
+    if (!a.begin(blockIdx.z, blockIdx.y, blockIdx.x)) return;
+    const int first = a.cut, end = min(first + SPAN, a.at / CUT + 1);
+    uint4* ring = reinterpret_cast<uint4*>(smem + (size_t)(G + 2) * p.D * sizeof(T) + (size_t)WARPS * G * p.D * 4) + threadIdx.x; // [2][keys][K, V][THREADS]
     const auto tile = [&](int cut) { return ring + (cut - first) % 2 * (2 * A::KEYS * THREADS); };
     const auto load = [&](int cut) {
 #pragma unroll
         for (int kv = 0; kv < 2; kv++) {
             const T* from = static_cast<const T*>(kv ? p.v : p.k) + a.base;
-            if (cut < end)
+            if (cut < end) {
 #pragma unroll
                 for (int n = 0; n < A::KEYS; n++) {
                     const int j = cut * CUT + n * A::SUBS + a.sub;
                     const bool in = j < a.at && j >= a.pad && a.c < a.chunks;
                     copy_or_zero(tile(cut) + (2 * n + kv) * THREADS, in ? from + (int64_t)j * p.D + a.c * A::E : from, in);
                 }
+            }
             copy_commit();
         }
     };
@@ -273,13 +278,13 @@ template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) a
     load(first);
     a.tables();
     wait_for_previous();
-    a.prepare(smem, end == a.used, sync);
+    a.prepare(smem, a.span == a.used - 1, sync);
     for (; a.cut < end; a.cut++) {
         load(a.cut + 1);
-        a.answer(smem, shared, sync, [](int kv) { if (kv) copy_wait<2>(); else copy_wait<3>(); }, [&](int n, int kv) { return tile(a.cut)[(2 * n + kv) * THREADS]; });
-        if (a.cut + 1 < end) __syncthreads();
+        a.add(smem, [](int kv) { if (kv) copy_wait<2>(); else copy_wait<3>(); }, [&](int n, int kv) { return tile(a.cut)[(2 * n + kv) * THREADS]; });
     }
-    a.finish(shared, end - first, sync);
+    a.leave(smem, shared, sync);
+    a.finish(shared, sync);
 }
 
 // --- the next token ----------------------------------------------------------------------------------------------------------------------
@@ -384,8 +389,7 @@ void attend(const Tensor& qkv, const Tensor& q_gain, const Tensor& k_gain, const
     const auto go = [&](auto t, auto g, auto l) {
         using T = decltype(t);
         constexpr int G = decltype(g)::value, L = decltype(l)::value;
-        const int heads = (int)(p.Hkv * ceil_div(group, G)), blocks = 3 * sm_count(), per = (int)std::min<int64_t>(p.cuts, ceil_div((int64_t)p.cuts * heads * p.B, blocks));
-        launch_chained(attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, per), heads, p.B), Attention<T, G, L>::bytes(p.D) + (size_t)(per > 1 ? 2 : 1) * CUT * L * 2 * 16, s, p, per);
+        launch_chained(attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)(p.Hkv * ceil_div(group, G)), p.B), Attention<T, G, L, SPAN>::bytes(p.D) + (size_t)2 * CUT * L * 2 * 16, s, p);
     };
     const auto pick = [&](auto t, auto l) {
         if (group == 1) go(t, std::integral_constant<int, 1>{}, l);

@@ -55,9 +55,9 @@ struct Attend {
     float eps, scale_log2;
 };
 // A block's 256 threads take 64 keys (a cut) of one KV head at a time, for up to G of its query heads. D channels are spread over L lanes, 16 bytes each;
-// the keys over the groups of L lanes. Each cut leaves an answer, and the last block of a KV head to be done joins them in the order of the keys: the bits
-// do not depend on which block took which cuts.
-template <class T, int G, int L> struct Attention {
+// the keys over the groups of L lanes. Each SPAN cuts in a row leave one answer, and the last block of a KV head to be done joins the answers in the order
+// of the keys: the bits do not depend on how many rows there are.
+template <class T, int G, int L, int SPAN> struct Attention {
     static constexpr int E = 16 / sizeof(T), KEYS = CUT * L / THREADS, SUBS = THREADS / L;
     static_assert(KEYS >= 1);
     using V = Vec<T, E>;
@@ -66,17 +66,24 @@ template <class T, int G, int L> struct Attention {
 
     Attend p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % L, sub = threadIdx.x / L, chunks = p.D / E, group = p.H / p.Hkv, slices = (group + G - 1) / G;
-    int b, hk, slice, cut, at, pad, used, h0, heads;
+    int b, hk, slice, span, cut, at, pad, used, h0, heads;
+    float top[G], sum[G], o[G][E];                                                               // a warp's running maximum; a group's sum and weighted values
     int64_t base;
     V cs, sn;
     uint4 q_gain, k_gain;
     __device__ __forceinline__ Attention(const Attend& p) : p(p) {}
     __device__ __forceinline__ int slices_of_all() const { return p.Hkv * slices; }
-    // Which KV head (a slice of its queries) of which row, and the first cut; false if it has no keys
-    __device__ __forceinline__ bool begin(int b_, int head_slice, int cut_) {
-        b = b_, hk = head_slice / slices, slice = head_slice % slices, cut = cut_, at = p.at[b], pad = p.pad[b], used = at / CUT + 1;
+    // Which KV head (a slice of its queries) of which row, and which span; false if it has no keys
+    __device__ __forceinline__ bool begin(int b_, int head_slice, int span_) {
+        b = b_, hk = head_slice / slices, slice = head_slice % slices, span = span_, cut = span * SPAN, at = p.at[b], pad = p.pad[b], used = at / (CUT * SPAN) + 1;
         h0 = hk * group + slice * G, heads = min(G, group - slice * G), base = ((int64_t)b * p.Hkv + hk) * p.S * p.D;
-        return cut < used;
+#pragma unroll
+        for (int h = 0; h < G; h++) {
+            top[h] = -INFINITY, sum[h] = 0;
+#pragma unroll
+            for (int e = 0; e < E; e++) o[h][e] = 0;
+        }
+        return span < used;
     }
     __device__ __forceinline__ int key(int n) const { return cut * CUT + n * SUBS + sub; }
     __device__ __forceinline__ void tables() {
@@ -118,19 +125,17 @@ template <class T, int G, int L> struct Attention {
         }
         sync();
     }
-    // The answer of the cut `cut`. `old(n, kv)` is this lane's part of the n-th key (0) or value (1) of its group, as earlier steps wrote it; `arrive(kv)` waits for them
-    template <class Sync, class Arrive, class Piece> __device__ __forceinline__ void answer(unsigned char* smem, Shared& sh, Sync sync, Arrive arrive, Piece old) {
+    // Take in the keys of `cut`. `old(n, kv)` is this lane's part of the n-th key (0) or value (1) of its group, as earlier steps wrote it; `arrive(kv)` waits for them
+    template <class Arrive, class Piece> __device__ __forceinline__ void add(const unsigned char* smem, Arrive arrive, Piece old) {
         const int D = p.D;
-        const bool on = lane < chunks;
         const T* vecs = reinterpret_cast<const T*>(smem);
-        float* os = reinterpret_cast<float*>(smem + (size_t)(G + 2) * D * sizeof(T));            // [WARPS][G][D]
         const auto mine = [&](int row) { return as_vec<T>(c < chunks ? *reinterpret_cast<const uint4*>(vecs + row * D + c * E) : uint4{}); };
         const auto piece = [&](int n, int kv) {
             const int j = key(n);
             return j == at ? mine(G + kv) : as_vec<T>(j < at && j >= pad && c < chunks ? old(n, kv) : uint4{});
         };
         arrive(0);
-        float s[KEYS][G], top[G];
+        float s[KEYS][G], new_top[G];
         {
             V q[G];
 #pragma unroll
@@ -155,23 +160,26 @@ template <class T, int G, int L> struct Attention {
                 for (int h = 0; h < G; h++) s[n][h] += __shfl_xor_sync(~0u, s[n][h], w);
 #pragma unroll
         for (int h = 0; h < G; h++) {
-            top[h] = -INFINITY;
+            new_top[h] = -INFINITY;
 #pragma unroll
             for (int n = 0; n < KEYS; n++) {
                 s[n][h] = key(n) <= at && key(n) >= pad ? s[n][h] * p.scale_log2 : -INFINITY;
-                top[h] = fmaxf(top[h], s[n][h]);
+                new_top[h] = fmaxf(new_top[h], s[n][h]);
             }
         }
 #pragma unroll
         for (int w = L; w < 32; w *= 2)
 #pragma unroll
-            for (int h = 0; h < G; h++) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], w));
-        float sum[G], o[G][E] = {};
+            for (int h = 0; h < G; h++) new_top[h] = fmaxf(new_top[h], __shfl_xor_sync(~0u, new_top[h], w));
 #pragma unroll
         for (int h = 0; h < G; h++) {
-            sum[h] = 0;
+            new_top[h] = fmaxf(new_top[h], top[h]);
+            const float from = new_top[h] == -INFINITY ? 0.f : new_top[h], by = exp2f(top[h] - from);
+            top[h] = new_top[h], sum[h] *= by;
 #pragma unroll
-            for (int n = 0; n < KEYS; n++) sum[h] += s[n][h] = top[h] == -INFINITY ? 0.f : exp2f(s[n][h] - top[h]);
+            for (int e = 0; e < E; e++) o[h][e] *= by;
+#pragma unroll
+            for (int n = 0; n < KEYS; n++) sum[h] += s[n][h] = exp2f(s[n][h] - from);
         }
         arrive(1);
 #pragma unroll
@@ -182,6 +190,12 @@ template <class T, int G, int L> struct Attention {
 #pragma unroll
                 for (int e = 0; e < E; e++) o[h][e] = fmaf(s[n][h], v[e], o[h][e]);
         }
+    }
+    // The span's answer
+    template <class Sync> __device__ __forceinline__ void leave(unsigned char* smem, Shared& sh, Sync sync) {
+        const int D = p.D;
+        const bool on = lane < chunks;
+        float* os = reinterpret_cast<float*>(smem + (size_t)(G + 2) * D * sizeof(T));            // [WARPS][G][D]
 #pragma unroll
         for (int w = L; w < 32; w *= 2)
 #pragma unroll
@@ -214,13 +228,13 @@ template <class T, int G, int L> struct Attention {
             const int64_t row = (int64_t)b * p.H + h0 + h;
             if (used == 1) static_cast<T*>(p.y)[row * D + d] = from_float<T>(x);
             else {
-                part[(row * p.cuts + cut) * D + d] = x;
-                if (d == 0) lse[row * p.cuts + cut] = l > 0 ? m + log2f(l) : -INFINITY;
+                part[(row * p.cuts + span) * D + d] = x;
+                if (d == 0) lse[row * p.cuts + span] = l > 0 ? m + log2f(l) : -INFINITY;
             }
         }
     }
-    // Said once for all of a block's `count` cuts
-    template <class Sync> __device__ __forceinline__ void finish(Shared& sh, int count, Sync sync) {
+    // Say that it is there; the last joins them all
+    template <class Sync> __device__ __forceinline__ void finish(Shared& sh, Sync sync) {
         const int D = p.D;
         const float *part = p.part, *lse = p.part + (int64_t)p.B * p.H * p.cuts * D;
         if (used == 1) return;
@@ -228,7 +242,7 @@ template <class T, int G, int L> struct Attention {
         sync();
         if (threadIdx.x == 0) {
             int* n = p.arrived + b * slices_of_all() + hk * slices + slice;
-            sh.last = atomicAdd(n, count) + count == used;
+            sh.last = atomicAdd(n, 1) == used - 1;
             if (sh.last) *n = 0;
         }
         sync();
