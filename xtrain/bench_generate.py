@@ -73,7 +73,7 @@ def rate(
     B, dt = len(ids_BT), max(many-one, 1e-9)
     return dict(tok_s=B*new/dt, step_ms=1e3*dt/new, first_ms=1e3*one, whole_tok_s=B*(new+1)/many, warm_s=warm)
 
-# %% ../nbs/40_bench_generate.ipynb #b78d9264
+# %% ../nbs/40_bench_generate.ipynb #6f8ca7d2
 def bench_generate(
     rows=(1, 32), # Batches
     prompt:int=128, # Tokens of a prompt
@@ -83,6 +83,7 @@ def bench_generate(
     device=None, # By default the GPU if there is one
     who:tuple[str,...]=(), # Names from `WHO`; by default all, on a CPU without the compiled one
     say=None, # Takes a line about what is being measured
+    repeats:int=3, # Calls of each kind; the fastest counts
 )->dict: # `machine`, `model`, `copy`, `rows`; `stopped` after Ctrl-C
     "Measure writing beside transformers"
     if bad := [w for w in who if w not in WHO]: raise UserError(f'--engine {bad[0]} is not known; there are {", ".join(WHO)}')
@@ -100,7 +101,7 @@ def bench_generate(
                 say(f'{name}, batch {B}')
                 row = dict(who=name, rows=B, floor_ms=sum(step_bytes(cfg, B, prompt+new//2, dtype.itemsize).values())/r['copy']*1e3)
                 ids = torch.randint(cfg.vocab_size, (B, prompt), generator=torch.Generator().manual_seed(0)).to(device)
-                try: row |= rate(f, ids, new)
+                try: row |= rate(f, ids, new, repeats)
                 except Exception as e: row['error'] = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
                 if getattr(f, 'note', None): row['note'] = f.note
                 r['rows'].append(row)
