@@ -6,8 +6,10 @@
 #include "common.cuh"
 
 #ifdef __CUDACC__
-// Measured on an H200: heads that a group turns at once, threads of a block, and blocks of the norm's gradient on a multiprocessor
-constexpr int TURN_HEADS = 4, TURN_THREADS = 256, GRAD_HEADS = 4, GRAD_THREADS = 192, GRAD_BLOCKS = 2;
+// Measured on an H200. Behind a norm a group turns four heads at once, alone one; the norm's gradient takes four, two blocks on a multiprocessor.
+template <bool NORM> constexpr int TURN_HEADS = NORM ? 4 : 1;
+template <bool NORM> constexpr int TURN_THREADS = NORM ? 256 : 128;
+constexpr int GRAD_HEADS = 4, GRAD_THREADS = 192, GRAD_BLOCKS = 2;
 
 template <class I> struct Strides { I b, h, t; };
 // x is [B, H, T, D] with any strides but a dense last axis, which count vectors where a lane moves vectors (I is unsigned), else
@@ -72,10 +74,10 @@ template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int la
 
 // y = turn(x) or turn(norm(x)); BACK turns by the negative angle, which is the gradient.
 template <class T, int HEADS, bool NORM, bool BACK>
-__global__ void __launch_bounds__(TURN_THREADS) turn_kernel(const V<T>* __restrict__ x, const V<T>* __restrict__ cs, const V<T>* __restrict__ sn, const void* __restrict__ w, bool w_f32, V<T>* __restrict__ y, Shape<unsigned> S, float eps) {
+__global__ void __launch_bounds__(TURN_THREADS<NORM>) turn_kernel(const V<T>* __restrict__ x, const V<T>* __restrict__ cs, const V<T>* __restrict__ sn, const void* __restrict__ w, bool w_f32, V<T>* __restrict__ y, Shape<unsigned> S, float eps) {
     const int lane = threadIdx.x & (S.lanes - 1), vecs = S.D / VEC<T>, half = vecs / 2;
     const bool low = lane < half;
-    const int64_t item = blockIdx.x * (int64_t)(TURN_THREADS >> S.shift) + (threadIdx.x >> S.shift);
+    const int64_t item = blockIdx.x * (int64_t)(TURN_THREADS<NORM> >> S.shift) + (threadIdx.x >> S.shift);
     const bool on = item < S.items && lane < vecs;
     unsigned b, h, t;
     S.split(item < S.items ? item : 0, b, h, t);
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(TURN_THREADS) turn_kernel(const V<T>* __restri
         }
     }
     const int other = (threadIdx.x & 31) + (lane >= vecs ? 0 : low ? half : -half);
-    T* to = reinterpret_cast<T*>(y + place(S.y, b, h, t) + lane);
+    y += place(S.y, b, h, t) + lane;
 #pragma unroll
     for (int k = 0; k < HEADS; k++) {
         const V<T> u = from_lane<T>(v[k], other);
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(TURN_THREADS) turn_kernel(const V<T>* __restri
             V<T> o;
 #pragma unroll
             for (int i = 0; i < VEC<T> / 2; i++) o.pair(i) = add_rn(mul_rn(v[k].pair(i), cv.pair(i)), mul_rn(u.pair(i), sv.pair(i)));
-            o.store_once(to + k * S.next_y * VEC<T>);
+            y[k * S.next_y] = o;
         }
     }
 }
@@ -275,10 +277,11 @@ template <bool NORM, bool BACK> void turn(const Tensor& x_, const Tensor& cs_, c
         const T *px = (const T*)x.const_data_ptr(), *pc = (const T*)cs.const_data_ptr(), *ps = (const T*)sn.const_data_ptr();
         T* py = (T*)y.mutable_data_ptr();
         if (fast) {
-            const int lanes = pow2_at_least(D / VEC<T>), H = (int)x.size(1), heads = !shared_by_heads(cs) || !shared_by_heads(sn) ? 1 : H % TURN_HEADS ? H % 2 ? 1 : 2 : TURN_HEADS;
+            const int lanes = pow2_at_least(D / VEC<T>), H = (int)x.size(1), heads = !shared_by_heads(cs) || !shared_by_heads(sn) ? 1 : H % TURN_HEADS<NORM> ? H % 2 ? 1 : 2 : TURN_HEADS<NORM>;
             const auto S = shape_of<unsigned>(x, y, x, cs, sn, lanes, heads, VEC<T>);
-            const auto kernel = heads == 1 ? turn_kernel<T, 1, NORM, BACK> : heads == 2 ? turn_kernel<T, 2, NORM, BACK> : turn_kernel<T, TURN_HEADS, NORM, BACK>;
-            kernel<<<ceil_div(S.items, TURN_THREADS / lanes), TURN_THREADS, 0, s>>>((const V<T>*)px, (const V<T>*)pc, (const V<T>*)ps, NORM ? w->const_data_ptr() : nullptr, w_f32, (V<T>*)py, S, (float)eps);
+            auto kernel = turn_kernel<T, 1, NORM, BACK>;
+            if constexpr (NORM) kernel = heads == 1 ? kernel : heads == 2 ? turn_kernel<T, 2, NORM, BACK> : turn_kernel<T, TURN_HEADS<NORM>, NORM, BACK>;
+            kernel<<<ceil_div(S.items, TURN_THREADS<NORM> / lanes), TURN_THREADS<NORM>, 0, s>>>((const V<T>*)px, (const V<T>*)pc, (const V<T>*)ps, NORM ? w->const_data_ptr() : nullptr, w_f32, (V<T>*)py, S, (float)eps);
         } else {
             const auto S = shape_of<int64_t>(x, y, x, cs, sn, 1, 1, 1);
             const int64_t blocks = ceil_div(S.items * (D / 2), 256);
