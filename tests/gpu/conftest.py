@@ -42,8 +42,8 @@ def errors_shown(request):
 
 def pytest_terminal_summary(terminalreporter):
     files = {}
-    for r in terminalreporter.getreports('passed') + terminalreporter.getreports('failed'):
-        for name, pairs in r.user_properties if r.when == 'teardown' else ():
+    for r in terminalreporter.getreports(''):                                    # where a teardown that passed is counted
+        for name, pairs in r.user_properties if getattr(r, 'when', '') == 'teardown' else ():
             if name == 'errors': files.setdefault(r.nodeid.split('::')[0].split('/')[-1], []).extend(pairs)
     if not files: return
     terminalreporter.write_sep('=', 'error against float64, ours and torch\'s at the same dtype')
