@@ -110,13 +110,19 @@ def test_float32_is_right_to_rounding(shape):
 
 
 def test_large_logits():
-    for dtype in (BF16, F32):
-        q, k, v = qkv(1, 4, 2, 200, 200, 64, dtype, 60.); g = torch.randn_like(q)
-        mask = causal_mask(200, 200, device='cuda')
-        ours, ref, peer = all_of(flash_attention, q, k, v, g), exact(q, k, v, g, mask), all_of(fa2(True) if dtype == BF16 else efficient, q, k, v, g)
-        errors = [(err(a, e), err(p, e)) for a, e, p in zip(ours, ref, peer)]
-        print(dtype, errors)
-        assert all(a.isfinite().all() for a in ours) and all(a <= 1.25*p + 1e-5 for a, p in errors), errors
+    "Logits of thousands: nearly every query has one key, and the gradient is what a few near ties leave; so one draw says little, and the mean ratio of 24 is bounded"
+    torch.manual_seed(0)
+    mask = causal_mask(200, 200, device='cuda')
+    for dtype, peer, tiny in ((BF16, fa2(True), 1e-5), (F32, efficient, 1e-5)):
+        logs = torch.zeros(4)
+        for _ in range(24):
+            q, k, v = qkv(1, 4, 2, 200, 200, 64, dtype, 60.); g = torch.randn_like(q)
+            ours, ref, theirs = all_of(flash_attention, q, k, v, g), exact(q, k, v, g, mask), all_of(peer, q, k, v, g)
+            assert all(a.isfinite().all() for a in ours)
+            logs += torch.tensor([(err(a, e) + tiny)/(err(p, e) + tiny) for a, e, p in zip(ours, ref, theirs)]).log()
+        ratios = (logs/24).exp().tolist()
+        print(dtype, ratios)
+        assert max(ratios) <= 1.25, (dtype, ratios)
 
 
 def test_padded_head():
@@ -191,6 +197,21 @@ def test_same_bits(shape):
             with torch.cuda.stream(busy): other @ other
         for a, b in zip(first, torch.autograd.grad(o, (q, k, v), g, retain_graph=True)): same &= (a == b).all()
     assert same and torch.equal(o, flash_attention(q, k, v))
+
+
+@pytest.mark.parametrize('shape', [(2, 2, 1, 5, 16), (2, 4, 2, 70, 32), (2, 2, 2, 130, 64), (2, 4, 2, 300, 96), (2, 2, 1, 65, 128)])
+def test_nothing_is_read_that_was_not_written(shape):
+    "With NaN in all memory that the backward may be given, its bits are the same (compute-sanitizer's initcheck does not follow the copy engine's writes)"
+    B, H, K, S, D = shape
+    q, k, v = qkv(B, H, K, S, S, D, BF16); g = torch.randn_like(q)
+    o = flash_attention(q, k, v, pad=torch.tensor([0, 3], device='cuda'))
+    want = torch.autograd.grad(o, (q, k, v), g, retain_graph=True)
+    torch.cuda.synchronize(); torch.cuda.empty_cache()
+    for n, size in ((64, 1 << 19), (8, 1 << 24)):
+        hold = [torch.full((size//4,), float('nan'), device='cuda') for _ in range(n)]
+        del hold
+    got = torch.autograd.grad(o, (q, k, v), g, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(want, got))
 
 
 def test_two_backwards_at_once():
