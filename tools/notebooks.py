@@ -262,7 +262,7 @@ def main(argv=None):
     p.add_argument('--gpus', type=int, default=1, help='with --gpu: spread the notebooks over so many GPUs')
     p.add_argument('--write', type=Path, metavar='DIR', help='save notebooks there with new outputs of their `#| cuda` cells')
     p.add_argument('--counts', type=Path, help='write "passed failed" to this file')
-    a = p.parse_args(argv)
+    a = p.parse_intermixed_args(argv)  # names of notebooks may follow the options
     nbs = [n.resolve() for n in a.notebooks] or notebooks(a.root)
     if a.gpu:
         a.flags = f'{a.flags} cuda'.strip()
