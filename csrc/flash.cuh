@@ -3,7 +3,7 @@
 //   S = scale q k^T     P = softmax(S)     o = P v     lse = log sum exp S          (rows: queries, columns: keys)
 //   delta = rowsum(do * o) - dlse     dv = P^T do     dS = P * (do v^T - delta)     dq = scale dS k     dk = scale dS^T q
 //
-// No float atomics: a block owns a tile of queries (o, dq) or a tile of keys (dk, dv, over all query heads of the group), and adds up in one order.
+// Everything is added up in one order: a block owns a tile of queries (o, dq) or a tile of keys (dk, dv, over all query heads of the group); where the owner of keys adds to dq, it waits for its turn.
 #pragma once
 #include "common.cuh"
 #include <algorithm>

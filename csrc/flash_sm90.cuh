@@ -101,9 +101,9 @@ __device__ __forceinline__ void turn_give(int id) { asm volatile("bar.arrive %0,
 
 // Which tile a block takes: sections of heads whose memory fits into the L2 cache together, heavy tiles first within each
 struct Work { int i0, b, h; };
-__device__ __forceinline__ Work work_of(int n, int B, int H, int section, int tiles, int rows, bool keys) {
+__device__ __forceinline__ Work work_of(int n, int B, int H, int section, int tiles, int rows) {
     const int per = section * tiles, s = n / per, r = n % per, heads = min(section, B * H - s * section), bh = s * section + r % heads;
-    return {(keys ? r / heads : tiles - 1 - r / heads) * rows, bh / H, bh % H};
+    return {(tiles - 1 - r / heads) * rows, bh / H, bh % H};
 }
 
 // What a block takes each time: to and fro over the blocks, so that who got a heavy one before gets a light one now
@@ -131,7 +131,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
         if (threadIdx.x == WGS * 128) {
             int step = 0;
             for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
-                const Work w = work_of(n, f.B, f.H, section, tiles, BM, false);
+                const Work w = work_of(n, f.B, f.H, section, tiles, BM);
                 const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
                 const int hk = w.h / f.group;
                 mbar_wait(q_free, (pick & 1) ^ 1);
@@ -156,7 +156,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
         int step = 0; // K and V tiles used up
         if (wg == WGS - 1) turn_give(1);
         for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
-            const Work w = work_of(n, f.B, f.H, section, tiles, BM, false);
+            const Work w = work_of(n, f.B, f.H, section, tiles, BM);
             const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
             float o[1][W / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
             uint32_t p[NT / 2][4];
@@ -270,7 +270,7 @@ template <int D, int W> struct One {
     static constexpr int BM = 128, BN = 8192 / D, OWN = BM * D * 2, TILE = BN * D * 2, DS = BM * BN * 2, DQ = W < 64 ? W : 64, PART = 128 * DQ * 4, STAGES = 2; // DQ: columns of dq that a warpgroup makes, for 64 queries
     static constexpr int TILES = 2 * OWN + 2 * STAGES * TILE + 2 * DS + 2 * PART, BYTES = TILES + STAGES * BN * 8 + 3 * 8 + (8 + 3 * STAGES) * 8;
 };
-constexpr int FIRST = 1 << 30, NOBODY = 1 << 31; // in `turn`: nothing has been added yet; nobody sees this tile
+constexpr int FIRST = 1 << 30, NOBODY = (int)0x80000000; // in `turn`: nothing has been added yet; nobody sees this tile
 template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
     backward_one_sm90(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_g,
                       const Flash f, const float2* stats, int padded, float* acc, int* turn, int* next) {
