@@ -325,7 +325,7 @@ def answer(
         said = str(x).strip().splitlines()
         return json.dumps(dict(error=f'{type(x).__name__}: {said[0] if said else ""}'[:500])).encode()+b'\n'
 
-# %% ../nbs/33_engines.ipynb #7138b037
+# %% ../nbs/33_engines.ipynb #b8e648e1
 def serve(
     name:str, # A key of `ADAPTERS`
     requests:int, # File descriptor to read from
@@ -344,7 +344,7 @@ def serve(
     with os.fdopen(requests, 'rb') as take, os.fdopen(replies, 'wb') as give:
         for line in take:
             give.write(answer(e, json.loads(line))); give.flush()
-    os.killpg(0, signal.SIGKILL)
+    if os.getpgrp() == os.getpid(): os.killpg(0, signal.SIGKILL) # it leads a group of its own: whatever it started goes too
 
 # %% ../nbs/33_engines.ipynb #64b0563b
 if __name__ == '__main__' and sys.argv[1:2] and sys.argv[1] in ADAPTERS: serve(sys.argv[1], *map(int, sys.argv[2:]))

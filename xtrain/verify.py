@@ -133,7 +133,7 @@ class Case:
     top:list[dict] # The likeliest first tokens: id, token, logit, bf16
     asked:int # New tokens asked for; fewer come where the text ends
 
-# %% ../nbs/33_closed_loop.ipynb #edafb98a
+# %% ../nbs/33_closed_loop.ipynb #01a94cee
 class Reference:
     "The run's weights rounded to BF16, evaluated by xtrain: in float32, the yardstick, and in bfloat16, to measure what rounding does"
     def __init__(self,
@@ -144,11 +144,15 @@ class Reference:
         self.cfg, self.tokenizer, self.stop = model.cfg, tokenizer, stop_ids(tokenizer)
         self.f32 = as_exported(model, stored=stored)
         self.bf16 = as_exported(model, torch.bfloat16, stored)
+        self.seen, self.room = {}, 1<<26 # Every engine asks about the same texts; bytes left to remember the answers
 
     @torch.inference_mode()
     def logits(self, ids:list[int], dtype:torch.dtype=torch.float32)->Tensor:
         "Teacher-forced: logits after each of `ids`, `(T, V)`, float32"
-        return (self.f32 if dtype == torch.float32 else self.bf16)(torch.tensor([ids]))[0].float()
+        if (key := (*ids, dtype)) in self.seen: return self.seen[key]
+        out = (self.f32 if dtype == torch.float32 else self.bf16)(torch.tensor([ids]))[0].float()
+        if out.nbytes <= self.room: self.seen[key], self.room = out, self.room-out.nbytes
+        return out
 
     def tokens(self, ids:list[int], max_tokens:int)->list[int]:
         "Greedy continuation in float32, up to and with EOS"
