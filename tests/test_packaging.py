@@ -48,7 +48,7 @@ def test_metadata_is_valid(built):
     assert str(m.requires_python) == f'>={s["min_python"]}' and m.description_content_type == 'text/markdown'
     assert m.description.strip() == (ROOT/'README.md').read_text(encoding='utf-8').strip()
     assert 'Apache-2.0' in (m.license_expression or m.license) and m.license_files == ['LICENSE']
-    assert sorted(m.provides_extra) == ['cuda', 'dev', 'hf', 'verify']
+    assert sorted(m.provides_extra) == ['cuda', 'dev', 'gguf', 'hf', 'llamacpp', 'verify']
 
 
 def test_metadata_names_nobody(built):

@@ -123,7 +123,7 @@ class Meter:
             y = f(*inputs)
             bwd = self.us(lambda: torch.autograd.grad(y, need, grads, retain_graph=True))
             rows.append([name, *(v for t, n in zip((fwd, bwd), nbytes) for v in (t, n/t*1e6/self.copy))])
-            del y
+            y = None
         return rows
 
     def meets(self,
