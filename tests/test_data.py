@@ -240,7 +240,7 @@ def test_shards_are_cut_and_joined(tmp_path):
 
 def test_large_vocabularies_need_32_bits(tmp_path):
     class Wide:
-        vocab_size, eos_id, sha256, json, raw = 70_000, 69_999, 'x', BYTES.json, BYTES.raw; byte_level = True
+        vocab_size, eos_id, sha256, json, raw, parts = 70_000, 69_999, "x", BYTES.json, BYTES.raw, BYTES.parts; byte_level = True
         def encode_batch(self, ts): return [[65_536+ord(c)%100 for c in t] for t in ts]
     meta = prepare(write(tmp_path/'a.txt', 'abc'), Wide(), tmp_path/'o', val_fraction=0.)
     assert meta['dtype'] == '<u4' and tokens(tmp_path/'o') == [65_633, 65_634, 65_635, 69_999]
