@@ -9,11 +9,11 @@ __all__ = ['GGUF_NAMES', 'LOOKS_LIKE_END', 'NORMAL', 'CONTROL', 'USER_DEFINED', 
 
 # %% ../nbs/32_gguf.ipynb #e8056b7e
 import json, os
-from contextlib import contextmanager
 from pathlib import Path
 import numpy as np, torch
 from torch import Tensor
 from .config import ModelConfig, UserError
+from .files import new_file
 
 # %% ../nbs/32_gguf.ipynb #f2e34827
 def q8_0_bound(
@@ -167,19 +167,12 @@ def _add_tokenizer(w, tok, rows, pre, ends):
     if tok.chat_template: w.add_chat_template(tok.chat_template)
 
 # %% ../nbs/32_gguf.ipynb #9ef7ee7a
-@contextmanager
-def _new_file(path, overwrite):
-    from xtrain.files import _beside, _fsync, writing
+def _check_target(path, overwrite):
     to = Path(os.path.realpath(path))
     if to.is_dir(): raise UserError(f'{path} is a directory; name the file to write, such as {Path(path)/"model.gguf"}')
     if to.exists() and not overwrite: raise UserError(f'{path} exists already; choose another place or pass --overwrite')
     if to.exists() and (not to.is_file() or to.open('rb').read(4) not in (b'GGUF', b'')): raise UserError(f'{path} is no GGUF file; it will not be replaced')
     if not to.parent.is_dir(): raise UserError(f'{to.parent} is not a directory; create it first')
-    with writing(path, every=True): tmp, fd = _beside(to, lambda p: p.touch(exist_ok=False))
-    try:
-        with writing(path): yield tmp
-        with writing(path, every=True): _fsync(tmp); os.replace(tmp, to); _fsync(to.parent)
-    finally: tmp.unlink(missing_ok=True); os.close(fd)
 
 # %% ../nbs/32_gguf.ipynb #96bfb1c3
 def export_gguf(
@@ -206,7 +199,8 @@ def export_gguf(
     shapes = {n: s if n == 'embed' or len(s) == 1 else s[::-1] for n,s in cfg.shapes().items()}
     kinds = {n: kind_of(s, dtype) for n,s in shapes.items()}
     if dtype == 'Q8_0' and (left := [n for n,s in shapes.items() if len(s) == 2 and kinds[n] == 'F32']): notes.append(f'{len(left)} matrices have rows that are no multiple of 32 and stay F32, such as {left[0]}')
-    with _new_file(path, overwrite) as tmp:
+    _check_target(path, overwrite)
+    with new_file(path) as tmp:
         out = gguf.GGUFWriter(tmp, arch)
         out.add_type('model'); out.add_file_type(FILE_TYPES[dtype])
         if dtype == 'Q8_0': out.add_quantization_version(gguf.GGML_QUANT_VERSION)
