@@ -14,7 +14,8 @@ def test_every_op_both_directions(result):
     seen = {(r['op'], r['direction']) for r in result['rows'] if r['who'] == 'xtrain'}
     assert seen == {(o, d) for o in B.OPS[:-2] for d in ('forward', 'backward')} | {('cross_entropy', 'sum'), ('head_loss', 'both'), ('adamw', 'step')}
     for r in result['rows']:
-        if r['direction'] == 'sum': assert r['ms'] == sum(q['ms'] for q in result['rows'] if (q['op'], q['shape'], q['who']) == (r['op'], r['shape'], r['who']) and q is not r)
+        if 'ms' in r: assert len(r['rounds']) == 5 and r['ms'] == sorted(r['rounds'])[2]
+        if r['direction'] == 'sum': assert r['rounds'] == [sum(t) for t in zip(*(q['rounds'] for q in result['rows'] if (q['op'], q['shape'], q['who']) == (r['op'], r['shape'], r['who']) and q is not r))]
     assert all(r['ms'] > 0 and r['bytes'] > 0 and r['share'] == pytest.approx(r['bytes']/result['ceilings']['copy']/r['ms']*1e3) for r in result['rows'] if 'ms' in r)
     assert {r['who'] for r in result['rows'] if 'ms' in r} >= {'xtrain', 'torch'}
     m = result['machine']
@@ -97,6 +98,18 @@ def test_median():
     n = [0]
     def f(): n[0] += 1; torch.zeros(1000).sum()
     assert 0 < B.median_ms(f, CPU, .01) < 100 and n[0] > 8
+
+def test_a_clock_that_drifts_drifts_for_all(monkeypatch, result):
+    "Each takes its turn in every round, first in one and last in the next, and rounds are compared with themselves"
+    clock, seen = [1.], []
+    def slower(f, device, n, flush): clock[0] *= 1.02; seen.append(f); return [clock[0]]*n
+    monkeypatch.setattr(B, '_times', slower)
+    us, peer = (lambda: None), (lambda: 1)
+    t = B.in_turns(dict(us=us, peer=peer), CPU, rounds=6)
+    assert seen == [us, peer, peer, us]*3 and all(len(v) == 6 for v in t.values())
+    rows = [dict(op='x', shape='', who=w, direction='forward', ms=sorted(v)[3], rounds=v, bytes=1, flops=1) for w, v in (('xtrain', t['us']), ('torch', t['peer']))]
+    line = next(l for l in B.table(dict(result, rows=rows)).splitlines() if l.startswith('x '))
+    assert line.split()[-3:] == ['1.00', '±', '0.02']
 
 def test_half_precision_on_a_cpu():
     r = B.bench_ops(['swiglu', 'rms_norm'], dtype=torch.bfloat16, seconds=.002)
