@@ -82,7 +82,6 @@ class TrainConfig:
 
 # %% ../nbs/23_recipe.ipynb #2327b91b
 _CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa', 'flash'))
-_FROM_1 = {'seq_len', 'batch_size', 'grad_accum', 'steps'}
 _FROM_0 = {'warmup', 'eval_every', 'sample_every', 'save_every', 'keep', 'seed', 'min_lr', 'weight_decay', 'clip'}
 
 def flag(
