@@ -3,6 +3,10 @@
 compute-sanitizer runs this file again and again, once a tool; that second process calls each op, forward and backward, on
 small shapes chosen to be awkward: one row, sizes that are no multiple of anything, storage that begins at an odd place.
 It comes with the CUDA toolkit, or as `pip install nvidia-cuda-sanitizer-api`. Needs a GPU and exits with 1 on any finding.
+
+What initcheck finds is run once more, and counts if it is found again. It has reported 32 bytes, a word of its own books,
+in the midst of 16 KB that the copy engine (`cp.async.bulk`) had written in one piece; the kernel's bits do not depend on
+what was there before (tests/gpu/test_flash.py fills it with NaN). A finding that does not come back is printed all the same.
 """
 import argparse, os, re, shutil, subprocess, sys, threading, time
 from pathlib import Path
@@ -74,9 +78,25 @@ def cases():
         yield f'adamw {short}', adamw
         def attend(D, T, H, K, k=k):
             from xtrain.ops.flash_attention import flash_attention
-            back(flash_attention(new(2, H, T, D, **k), new(2, K, T, D, **k), new(2, K, T, D, **k), pad=torch.tensor([0, 3], device='cuda')))
+            x = [new(2, h, T, D, **k) for h in (H, K, K)]
+            back(flash_attention(*x, pad=torch.tensor([0, 3], device='cuda')))
+            assert all(bool(t.grad.isfinite().all()) for t in x), 'a gradient is not finite'
         for D,T,H,K in ((16, 5, 2, 1), (32, 70, 4, 2), (64, 130, 2, 2), (128, 65, 2, 1)):
             yield f'flash_attention {D},{T},{H}/{K} {short}', lambda a=(D, T, H, K), f=attend: f(*a)
+        def decode(rows, prompt, k=k, **shape):
+            from xtrain.config import ModelConfig
+            from xtrain.decode import Decoder
+            from xtrain.generate import Sampler
+            from xtrain.model import TinyTransformer
+            with torch.device('cuda'): m = TinyTransformer(ModelConfig(**(dict(vocab_size=203, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=136, max_seq_len=256) | shape)), seed=None)
+            m.to(k['dtype']).dtype = k['dtype']
+            with torch.no_grad():
+                d = Decoder(m, rows, prompt+4)
+                d.start(m, torch.randint(203, (rows, prompt), device='cuda'), torch.arange(rows, device='cuda') if rows > 1 else None, Sampler(rows), 4)
+                for _ in range(3): d.step() # Without its graph, so that each kernel is seen
+        if dtype != torch.float16: # Up to 8 rows in bfloat16: on Hopper one kernel for a whole step; more: the chain
+            for rows,prompt,shape in ((1, 3, {}), (2, 64, {}), (3, 130, dict(n_heads=3, n_kv_heads=1, head_dim=48, qk_norm=False, qkv_bias=True)), (9, 65, dict(dim=1096, ffn_dim=2056)), (1, 5, dict(dim=1096, ffn_dim=4104, tied=True))):
+                yield f'decode {rows}x{prompt} {shape or ""} {short}', lambda a=(rows, prompt), s=shape, f=decode: f(*a, **s)
 
 
 def ops(only):
@@ -89,6 +109,37 @@ def ops(only):
         except Exception as e: print(f'FAILED {name}: {type(e).__name__}: {str(e).splitlines()[0]}', flush=True); errors += 1
     print(f'{n} cases ran, {errors} failed', flush=True)
     sys.exit(bool(errors))
+
+
+LIMIT = 20  # findings that a tool prints
+
+
+def watch(tool, t, only, env, timeout=None):
+    "Run the cases under one tool: exit status, names of those with a finding, how many ran, how many findings"
+    cmd = [tool, '--tool', t, '--error-exitcode', '7', '--print-limit', LIMIT, sys.executable, __file__, '--ops', '--only', only]
+    p = subprocess.Popen(list(map(str, cmd)), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+    late = threading.Timer(timeout or 1e6, p.kill); late.daemon = True; late.start()
+    found, n, total, ran, shown = [], 0, 0, 0, 0
+    for line in map(str.rstrip, p.stdout):  # findings as they come, each before the name of its case
+        if case := re.match(r'ran \d+: (.*)|FAILED (.*?): ', line):
+            ran += line.startswith('ran ')
+            if n: found.append(case[1] or case[2]); print(f'{t}: that was {found[-1]}', flush=True)
+            n = 0
+        elif re.match(r'=========\s+(Invalid|Uninit|Error|Warning|Race|Barrier|Illegal|Program hit)', line): n += 1
+        if m := re.search(r'(?:ERROR|RACECHECK) SUMMARY: (\d+)', line): total = int(m[1])
+        if not line.startswith('ran ') and not re.match(r'=========\s*$|========= COMPUTE-SANITIZER', line) and (shown := shown+1) < 80: print(f'{t}: {line}', flush=True)
+    code = p.wait(); late.cancel()
+    return code, found, ran, total
+
+
+def check(tool, t, only, env, timeout=None):
+    "Exit status and number of cases; what initcheck finds must be found twice"
+    code, found, ran, total = watch(tool, t, only, env, timeout)
+    if code and t == 'initcheck' and found and total <= LIMIT:  # all of it is known
+        print(f'{t}: once more: {"; ".join(found)}', flush=True)
+        code, _, n, _ = watch(tool, t, '^(' + '|'.join(map(re.escape, found)) + ')$', env, timeout)
+        if n < len(found): code = code or 1
+    return code, ran
 
 
 def main():
@@ -112,14 +163,7 @@ def main():
     bad = 0
     for t in a.tools:
         start = time.time()
-        cmd = [tool, '--tool', t, '--error-exitcode', '7', '--print-limit', '20', sys.executable, __file__, '--ops', '--only', a.only]
-        p = subprocess.Popen(list(map(str, cmd)), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
-        late = threading.Timer(a.timeout or 1e6, p.kill); late.daemon = True; late.start()
-        last, ran, shown = '', 0, 0
-        for line in p.stdout:  # findings as they come, each with the case before it
-            if line.startswith('ran '): ran += 1; last = line.strip()
-            elif not re.match(r'=========\s*$|========= COMPUTE-SANITIZER', line) and (shown := shown+1) < 80: print(f'{t}: {line.rstrip()}' + (f'   [after {last}]' if 'Invalid' in line or 'rror:' in line else ''), flush=True)
-        code = p.wait(); late.cancel()
+        code, ran = check(tool, t, a.only, env, a.timeout)
         bad += code != 0
         print(f'{t}: {"clean" if not code else f"FAILED (exit status {code})"}, {ran} cases in {time.time()-start:.0f} s', flush=True)
     sys.exit(bool(bad))
