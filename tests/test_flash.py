@@ -269,6 +269,31 @@ def test_bench_attention(tmp_path):
     for x in r['rows']: assert x['shape'] == [1, 32, 4, 2, 8] and x['forward']*x['forward_ms'] == pytest.approx(4*4*32*32*8/2*1e3)
 
 
+def test_bench_asks_flash_attention_4_where_it_is_installed(tmp_path, monkeypatch):
+    "With a package in its place that takes and returns what it does: tokens before heads, the result and its log-sum-exp"
+    import sys
+    from xtrain.bench_attention import no_fa4, peers
+    def forget():
+        for n in [n for n in sys.modules if n.split('.')[0] == 'flash_attn']: monkeypatch.delitem(sys.modules, n)
+    forget()
+    shape, where = (1, 9, 4, 2, 8), torch.device('cuda')
+    if no_fa4() is not None: assert 'pip install flash-attn-4' in no_fa4() and 'FA4' not in peers(where, shape)
+    cute = tmp_path/'flash_attn'/'cute'; cute.mkdir(parents=True)
+    (cute/'__init__.py').write_text("""import torch
+def flash_attn_func(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, deterministic=False):
+    assert causal
+    o = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2)*(2 if deterministic else 1), o[..., 0]
+""")
+    monkeypatch.syspath_prepend(tmp_path); forget()
+    q, k, v = (t.detach() for t in qkv(1, 4, 2, 9, 9, 8, F32))
+    found, want = peers(where, shape), attention_ref(q, k, v, causal_mask(9, 9))
+    assert no_fa4() is None
+    for n, name in enumerate(('FA4', 'FA4 deterministic'), 1): assert torch.allclose(found[name][0](q, k, v), n*want, atol=1e-6)
+    (cute.parent/'__init__.py').write_text('raise OSError("no libcudart")'); forget()
+    assert no_fa4() == 'OSError: no libcudart' and 'FA4' not in peers(where, shape)
+
+
 @pytest.mark.parametrize('args,why', [(['--shape', '1,32,4,3,8'], 'multiple of KV heads'), (['--shape', '1,32'], 'five numbers'), (['--shape', '1,a,2,2,2'], 'whole numbers'), (['--picture', '/no/where/a.png'], 'no directory')])
 def test_bench_attention_refuses(args, why):
     from click.testing import CliRunner
