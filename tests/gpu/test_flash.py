@@ -1,6 +1,6 @@
 """Flash attention's CUDA kernels: error against float64 beside torch's own flash kernel at the same dtype, every kind of mask, faults (A09, A10, A12, A14, A16),
 same bits every time, opcheck, fullgraph, CUDA graphs, strides, streams"""
-import random
+import random, subprocess, sys
 
 import pytest, torch
 import torch.nn.functional as F
@@ -67,6 +67,17 @@ def test_error_no_larger_than_torchs(D, dtype):
     for name in 'o dq dk dv'.split(): assert total[name, 'ours']**.5 <= 1.25*total[name, 'fa2']**.5, (name, total)
 
 
+@pytest.mark.parametrize('part', range(4))
+def test_every_multiple_of_8(part):
+    "Head sizes up to 256, each in both 16-bit types, heads of 3 on 1"
+    torch.manual_seed(part)
+    for D in range(8*(part+1), 257, 32):
+        for dtype in (BF16, F16):
+            q, k, v = qkv(2, 3, 1, 250, 250, D, dtype); g = torch.randn_like(q)
+            for name, a, e, p in zip('o dq dk dv'.split(), all_of(flash_attention, q, k, v, g), exact(q, k, v, g, causal_mask(250, 250, device='cuda')), all_of(fa2(True), q, k, v, g)):
+                assert a.shape == e.shape and err(a, e) <= 1.25*err(p, e), (D, dtype, name, err(a, e), err(p, e))
+
+
 @pytest.mark.parametrize('dtype', [F32, BF16, F16])
 def test_every_mask(dtype):
     "q_len != kv_len, padding, packed documents with lengths of their own, both layouts, any head_dim"
@@ -128,8 +139,10 @@ def test_large_logits():
 def test_padded_head():
     "A head filled up with zeros has the bits of the head"
     q, k, v = (t.detach() for t in qkv(1, 4, 2, 150, 150, 48, BF16))
-    wide = [F.pad(t, (0, 16)) for t in (q, k, v)]
-    assert torch.equal(flash_attention(*wide, scale=48**-.5)[..., :48], flash_attention(q, k, v))
+    wide = [F.pad(t, (0, 16)).requires_grad_() for t in (q, k, v)]
+    q, k, v = (t.requires_grad_() for t in (q, k, v)); g = torch.randn_like(q)
+    got = all_of(lambda *x: flash_attention(*x, scale=48**-.5), *wide, F.pad(g, (0, 16)))
+    for a, b in zip(got, all_of(flash_attention, q, k, v, g)): assert torch.equal(a[..., :48], b) and not a[..., 48:].any()
 
 
 # --- faults ------------------------------------------------------------------------------------------------------------
@@ -169,18 +182,19 @@ def test_empty():
             assert o.shape == q.shape and not o.any() and not any(t.grad.any() for t in (q, k, v))
 
 
+@pytest.mark.parametrize('dtype', [BF16, F32])
 @pytest.mark.parametrize('S', [1, 2, 17, 63, 64, 65, 127, 129, 4250])
-def test_odd_sizes(S):
+def test_odd_sizes(S, dtype):
     "Forward and backward no further from float64 than twice what plain torch is, at every head_dim, causal and full (A12)"
     torch.manual_seed(S)
-    for D in (16, 64, 80, 96, 128, 192, 256) if S < 1000 else (64, 80, 128):
+    for D in (16, 63, 64, 80, 96, 128, 192, 256) if S < 1000 else (64, 80, 128):
         for causal in (True, False):
-            q, k, v = qkv(1, 2, 1, S, S, D, BF16); g = torch.randn_like(q)
+            q, k, v = qkv(1, 2, 1, S, S, D, dtype); g = torch.randn_like(q)
             mask = visible(key_runs(S, S, causal, device='cuda'), torch.arange(S, device='cuda'))[:, None]
             ref = exact(q, k, v, g, mask)
             for name, a, e, p in zip('o dq dk dv'.split(), all_of(lambda *x: flash_attention(*x, causal=causal), q, k, v, g), ref, all_of(plain(mask), q, k, v, g)):
                 size = e if S > 2 else v.double() # with one key or two, dS is what is left of a difference
-                assert a.isfinite().all() and (a.double()-e).norm() <= 2*(p.double()-e).norm() + 1e-2*size.norm()*(S <= 2), (name, S, D, causal)
+                assert a.isfinite().all() and (a.double()-e).norm() <= 2*(p.double()-e).norm() + (1e-2 if dtype == BF16 else 1e-6)*size.norm()*(S <= 2 or dtype == F32), (name, S, D, causal)
             if S == 1: assert torch.equal(flash_attention(q, k, v), v.expand_as(q))
 
 
@@ -197,6 +211,19 @@ def test_same_bits(shape):
             with torch.cuda.stream(busy): other @ other
         for a, b in zip(first, torch.autograd.grad(o, (q, k, v), g, retain_graph=True)): same &= (a == b).all()
     assert same and torch.equal(o, flash_attention(q, k, v))
+
+
+def test_same_bits_beside_another_process():
+    "The shape of A16, while another process loads the card"
+    load = "import torch; a = torch.randn(8192, 8192, device='cuda'); print('on', flush=True)\nfor _ in range(10**6): a @ a; torch.cuda.synchronize()"
+    other = subprocess.Popen([sys.executable, '-c', load], stdout=subprocess.PIPE)
+    try:
+        q, k, v = qkv(8, 16, 4, 2048, 2048, 128, BF16); g = torch.randn_like(q)
+        o = flash_attention(q, k, v)
+        first = torch.autograd.grad(o, (q, k, v), g, retain_graph=True)
+        assert other.stdout.readline() == b'on\n'
+        for _ in range(20): assert all(torch.equal(a, b) for a, b in zip((o, *first), all_of(flash_attention, q, k, v, g)))
+    finally: other.kill(); other.wait()
 
 
 @pytest.mark.parametrize('shape', [(2, 2, 1, 5, 16), (2, 4, 2, 70, 32), (2, 2, 2, 130, 64), (2, 4, 2, 300, 96), (2, 2, 1, 65, 128)])
@@ -297,6 +324,15 @@ def test_auto_takes_it_where_it_is_the_fastest():
         assert torch.equal(attention(q, k, v, path='auto'), attention(q, k, v, path=path))
 
 
+def test_a_model_says_which_path_it_takes():
+    from xtrain.config import ModelConfig
+    from xtrain.model import TinyTransformer
+    cfg = ModelConfig(vocab_size=30, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=64, ffn_dim=64, max_seq_len=64)
+    m = TinyTransformer(cfg, seed=1, attention='auto', dtype=BF16).cuda()
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert m.path == ('flash' if hopper else 'sdpa') and ('same bits every time' in m.path_reason if hopper else 'Hopper' in m.path_reason) and m.path_reason.startswith('auto: ')
+
+
 # --- as an op ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize('dtype', [F32, BF16])
 def test_opcheck(dtype):
@@ -331,6 +367,29 @@ def test_cuda_graph():
     assert all(torch.equal(a, b) for a, b in zip(want, got))
 
 
+@pytest.mark.parametrize('dtype', [F32, BF16])
+def test_cuda_graph_of_decoding(dtype):
+    "One query on a long cache, with padding; replayed on other contents"
+    q, k, v = (t.detach() for t in qkv(2, 8, 2, 1, 3000, 128, dtype, inside=False)); pad = torch.tensor([0, 700], device='cuda')
+    flash_attention(q, k, v, pad); torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): got = flash_attention(q, k, v, pad)
+    for _ in range(3):
+        for t in (q, k, v): t.normal_()
+        pad.random_(0, 2000)
+        graph.replay()
+        assert torch.equal(got, flash_attention(q, k, v, pad))
+
+
+def test_recompute():
+    "Under activation checkpointing the same bits"
+    from torch.utils.checkpoint import checkpoint
+    for dtype in (F32, BF16):
+        q, k, v = qkv(2, 4, 2, 200, 200, 64, dtype); g = torch.randn_like(q)
+        f = lambda q, k, v: flash_attention(q*2, k, v.sin())
+        for a, b in zip(all_of(lambda *x: checkpoint(f, *x, use_reentrant=False), q, k, v, g), all_of(f, q, k, v, g)): assert torch.equal(a, b)
+
+
 def test_another_stream():
     q, k, v = (t.detach() for t in qkv(2, 4, 2, 500, 500, 64, BF16))
     want = flash_attention(q, k, v)
@@ -355,6 +414,41 @@ def test_strides():
         assert torch.equal(flash_attention(odd, odd, odd), flash_attention(*(odd.contiguous(),)*3))
         one = k[:, :1].detach().expand(2, 4, 65, D)                                                # stride 0 over heads
         assert torch.equal(flash_attention(q, one, one), flash_attention(q, k[:, :1], k[:, :1]))
+
+
+def needs(f):
+    "Bytes at the peak above what is there before"
+    torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated(); kept = f(); torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize('dtype', [BF16, F32])
+def test_strided_inputs_are_not_copied(dtype):
+    "Cut out of one array, as a joint projection leaves them, and as transposed projections do: only the result is allocated; the backward needs no byte more than on arrays of their own"
+    joint = torch.randn(4, 1024, 16, 128, device='cuda').to(dtype).transpose(1, 2)
+    views = [t.detach().requires_grad_() for t in (joint[:, :8], joint[:, 8:12], joint[:, 12:])]
+    alone, own = [t.detach().contiguous().requires_grad_() for t in views], qkv(4, 8, 4, 1024, 1024, 128, dtype)
+    assert not any(t.is_contiguous() for t in (*views, *own))
+    g, whole = torch.randn_like(own[0]), {}
+    for name, x in dict(alone=alone, views=views, own=own).items():
+        flash_attention(*x).backward(g)
+        for t in x: t.grad = None
+        with torch.no_grad(): forward = needs(lambda: flash_attention(*x))
+        size = x[0].nbytes
+        assert size <= forward <= size + 4*8*1024*4 + 2**20, (name, forward, size)                 # the smallest copy would be 4 MiB
+        whole[name] = needs(lambda: all_of(flash_attention, *x, g))
+    assert max(whole.values()) <= min(whole.values()) + 2**20, whole
+
+
+def test_memory_does_not_grow_with_the_square():
+    "Forward and backward; scores of the longest in 16 bits would take 8 GiB"
+    for D, K in ((64, 8), (128, 2), (80, 2)):
+        peak = []
+        for S in (4096, 8192, 16384):
+            q, k, v = qkv(1, 16, K, S, S, D, BF16); g = torch.randn_like(q)
+            peak.append(needs(lambda: all_of(flash_attention, q, k, v, g)))
+        assert peak[1] < 2.05*peak[0] and peak[2] < 2.05*peak[1] and peak[2] < 2**29, (D, peak)
 
 
 def test_gradient_layout_follows_the_input():
