@@ -440,7 +440,7 @@ def test_two_cards_of_which_one_is_too_old(machine, monkeypatch):
 
 def test_awkward_paths(machine, monkeypatch):
     "Spaces, quotes and letters in the path of sources, cache, temporary files and torch; a file name as long as they come"
-    d = machine/"x y"/"ü'$HOME"
+    d = machine/"x y"/"ü'\"\\$HOME"
     (d/'pkgs').mkdir(parents=True)
     shutil.copytree(k.csrc_path(), d/'csrc'); shutil.copytree(ROOT/'xtrain', d/'xtrain', ignore=shutil.ignore_patterns('__pycache__'))
     long = 'ü'*5 + 'n'*242 # 255 bytes with `.cu`
@@ -507,7 +507,22 @@ def test_full_or_damaged(machine):
     assert 'inline:1:' in str(e.value).splitlines()[0] and 'c++' in str(e.value).splitlines()[1] and [p.suffix for p in (machine/'cache').iterdir()] == ['.lock']
     so = k.compile_source(TINY % 'bad', gpu=False)
     so.write_bytes(b'not a library')
-    with pytest.raises(k.BuildError, match=f'{so.name} cannot be loaded .*remove it, or set XTRAIN_CACHE'): k.load_source(TINY % 'bad', gpu=False)
+    with pytest.raises(k.BuildError, match=rf'{so.name} cannot be loaded \(file too short\); remove it, or set XTRAIN_CACHE'): k.load_source(TINY % 'bad', gpu=False)
+
+
+@root_only
+@pytest.mark.parametrize('compiler', ['c++', 'silent'])
+def test_a_full_disk(machine, monkeypatch, compiler):
+    "A cache on a disk with no room: said, with how much is left, also when the compiler says nothing; nothing stays behind"
+    d = machine/'small'; d.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=16k,mode=700', 'tmpfs', d], capture_output=True).returncode: pytest.skip('cannot mount here')
+    try:
+        monkeypatch.setenv('XTRAIN_CACHE', str(d))
+        if compiler == 'silent': (machine/'cxx').write_text('#!/bin/sh\nexit 3\n'); (machine/'cxx').chmod(0o755); monkeypatch.setenv('CXX', str(machine/'cxx'))
+        with pytest.raises(k.BuildError, match=r'; 0 MiB are left in .*/small: make room, or set XTRAIN_CACHE to another folder\n') as e: k.compile_source('static int room[100000] = {1};\n' + TINY % 'full', gpu=False)
+        assert ('cxx ended with status 3 and no message' if compiler == 'silent' else 'No space left') in (line := str(e.value).splitlines()[0]) and line.startswith('inline: ')
+        assert [p.suffix for p in d.iterdir()] == ['.lock']
+    finally: subprocess.run(['umount', d], check=True)
 
 
 def test_a_compiler_without_its_linker(machine, monkeypatch):

@@ -225,7 +225,7 @@ def _headers(code, folders):
 
 def _first_error(text):
     ls = [l.strip() for l in text.splitlines() if l.strip()]
-    line = next((l for l in ls if re.search(r'error|fatal|No space|not found|cannot', l)), ls[0] if ls else 'no message')
+    line = next((l for l in ls if re.search(r'error|fatal|No space|not found|cannot', l)), ls[0] if ls else '')
     lost = re.search(r"cannot (?:find|execute) ['‘](ld|as)\b", line) # Compilers look for these two on PATH
     return line + (f'; {lost[1]} comes with binutils and its folder must be on PATH' if lost else '')
 
@@ -259,8 +259,12 @@ def compile_source(
             if a[:2] not in ('-I', '-L'): return a
             (folder/f'd{i}').symlink_to(a[2:])
             return f'{a[:2]}d{i}'
+        if gpu and set('"\\\n') & set(f'{folder}{origin[1:-1]}'): full.remove('-lineinfo') # With it nvcc writes both paths into the PTX, as they are
         r = subprocess.run([linked(*a) for a in enumerate(full)], cwd=folder, capture_output=True, text=True, errors='replace', env=dict(os.environ, TMPDIR='.'))
-        if r.returncode: raise BuildError(f'{name}: {_first_error(r.stderr+r.stdout)}\n{shlex.join(full)}\n{r.stdout}{r.stderr}')
+        if r.returncode:
+            why = _first_error(r.stderr+r.stdout) or f'{cmd[0]} ended with status {r.returncode} and no message'
+            if (left := shutil.disk_usage(folder).free) < 2**26: why += f'; {left/2**20:.0f} MiB are left in {out.parent}: make room, or set XTRAIN_CACHE to another folder'
+            raise BuildError(f'{name}: {why}\n{shlex.join(full)}\n{r.stdout}{r.stderr}')
         return folder/f'{name}.so'
     return _once(out, build)
 
@@ -273,7 +277,7 @@ def load_source(src, **kw):
     key = so.stem.rsplit('-', 1)[1]
     try:
         if key not in _libraries: torch.ops.load_library(str(so)) # The same code from another cache would define the same ops again, and torch aborts
-    except OSError as e: raise BuildError(f'{so} cannot be loaded ({e}); remove it, or set XTRAIN_CACHE to a folder from which programs may run') from None
+    except OSError as e: raise BuildError(f'{so} cannot be loaded ({str(e.__cause__ or e).removeprefix(f"{so}: ")}); remove it, or set XTRAIN_CACHE to a folder from which programs may run') from None
     _libraries.add(key)
     return getattr(torch.ops, f'xtrain_{key}')
 
