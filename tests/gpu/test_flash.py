@@ -289,6 +289,24 @@ def test_model_equals_composed(recompute):
         for n, e in exact.items(): assert err(ours[n], e) <= 1.25*err(theirs[n], e) + (2e-6 if dtype == F32 else 2e-3), (n, dtype, err(ours[n], e), err(theirs[n], e))
 
 
+@pytest.mark.parametrize('dtype', [F32, BF16])
+def test_writing_from_a_cache(dtype):
+    "Prompt and then token by token, rows padded on the left: logits no further from float64 than the composed path's"
+    from xtrain.config import ModelConfig
+    from xtrain.generate import KVCache, prefill
+    from xtrain.model import TinyTransformer
+    cfg = ModelConfig(vocab_size=301, dim=128, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=64, ffn_dim=256, max_seq_len=512)
+    ids, pad = torch.randint(0, 301, (3, 330), device='cuda', generator=torch.Generator('cuda').manual_seed(0)), torch.tensor([0, 7, 200], device='cuda')
+    def run(path, dtype):
+        m = TinyTransformer(cfg, seed=1, std=.1, attention=path, dtype=dtype).cuda()
+        m = m.to(dtype)
+        kv = KVCache(cfg, 3, 330, dtype, 'cuda')
+        with torch.no_grad(): return torch.stack([prefill(m, ids[:, :300], kv, pad), *(prefill(m, ids[:, t:t+1], kv, pad) for t in range(300, 330))])
+    exact = run('composed', F64)
+    ours, theirs = (err(run(path, dtype), exact) for path in ('flash', 'composed'))
+    assert ours <= 1.25*theirs + (2e-6 if dtype == F32 else 0), (ours, theirs)
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     q, k, v = (t.detach() for t in qkv(4, 4, 2, 300, 300, 64, BF16))
     whole = flash_attention(q, k, v)
