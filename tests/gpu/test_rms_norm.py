@@ -143,11 +143,15 @@ def test_beyond_two_to_the_31(D, dtype):
     tail = slice(N-3, N)
     y = rms_norm(x, w)
     assert torch.equal(y[tail], rms_norm(x[tail], w)) and not y[tail].isnan().any()
-    dx, _ = torch.autograd.grad(rms_norm(a := leaf(x), b := leaf(w)), (a, b), y)
+    dx, dw = torch.autograd.grad(rms_norm(a := leaf(x), b := leaf(w)), (a, b), y)
     assert torch.equal(dx[tail], grads(rms_norm, (x[tail], w), y[tail])[0])
     del dx
+    halves = [grads(rms_norm, (x[part], w), y[part])[1] for part in (slice(0, N//2), slice(N//2, N))] # Each below 2^31
+    assert rel_error(dw, halves[0].double() + halves[1].double()) < 1e-4
     z, h = add_rms_norm(x, y, w)
     assert torch.equal(h[tail], x[tail] + y[tail]) and torch.equal(z[tail], rms_norm(h[tail], w))
+    dh = torch.autograd.grad(add_rms_norm(a := leaf(x), y, w), a, (z, h))[0]
+    assert torch.equal(dh[tail], grads(add_rms_norm, (x[tail], y[tail], w), z[tail], h[tail])[0])
 
 
 @pytest.mark.parametrize('shape', [(0, 8), (2, 0, 3, 8), (3, 0), (0,)])
