@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_report_header():
-    if not WHY: return f'{torch.cuda.get_device_name()}; kernels: %s (%s)' % backend()
+    if not WHY: return f'{torch.cuda.get_device_name()}; kernels: %s (%s); random cases of XTRAIN_SEED={helpers.SEED}' % backend()
 
 
 @pytest.fixture(autouse=True)

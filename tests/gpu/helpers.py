@@ -1,9 +1,11 @@
 "What the tests of several ops share"
+import os
 import torch
 from xtrain.gradcheck import rel_error
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = [F32, BF16, F16]
+SEED = int(os.environ.get('XTRAIN_SEED', '0')) # Another number draws other cases
 errors = [] # (ours, torch's) of every comparison of the test that runs; conftest shows them at the end
 
 

@@ -6,7 +6,7 @@ import pytest, torch, torch.nn.functional as F
 from xtrain.gradcheck import rel_error
 from xtrain.kernels import kernels
 from xtrain.ops.rms_norm import add_rms_norm, rms_norm, rms_norm_ref
-from .helpers import BF16, DTYPES, F16, F32, F64, grads, leaf, no_larger, randn
+from .helpers import BF16, DTYPES, F16, F32, F64, SEED, grads, leaf, no_larger, randn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 LAYOUTS = ['dense', 'padded', 'turned', 'offset', 'every other', 'expanded']
@@ -38,7 +38,7 @@ def gains(D, dtype): return (1 + .2*torch.randn(D, device='cuda')).to(dtype)
 
 WIDTHS = [1, 3, 8, 16, 24, 32, 64, 80, 96, 128, 136, 256, 264, 512, 768, 1000, 1001, 1024, 1032, 2048, 2056, 4096, 5120, 8192, 11008, 16384, 32768, 32776, 40000]
 CASES = [(rng.choice([1, 2, 3, 7, 64, 301]), rng.choice(WIDTHS), rng.choice(DTYPES), rng.random() < .5, rng.choice(LAYOUTS), rng.choice(LAYOUTS), rng.choice([1e-6, 1e-5, 1e-2]), rng.choice([1e-3, 1., 1., 30.]), rng.randrange(10**6))
-         for rng in [random.Random(0)] for _ in range(50)] + [(65, D, BF16, False, 'dense', 'dense', 1e-6, 1., D) for D in WIDTHS]
+         for rng in [random.Random(SEED)] for _ in range(50)] + [(65, D, BF16, False, 'dense', 'dense', 1e-6, 1., D) for D in WIDTHS]
 
 @pytest.mark.parametrize('N,D,dtype,master,lx,lg,eps,scale,seed', CASES)
 def test_random(ns, N, D, dtype, master, lx, lg, eps, scale, seed):

@@ -6,7 +6,7 @@ import pytest, torch
 from xtrain.gradcheck import rel_error
 from xtrain.kernels import kernels
 from xtrain.ops.swiglu import swiglu, swiglu_ref
-from .helpers import BF16, DTYPES, F16, F32, no_larger
+from .helpers import BF16, DTYPES, F16, F32, SEED, no_larger
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 cuda = dict(device='cuda')
@@ -33,7 +33,7 @@ def make(shape, dtype, layout):
 
 
 LAYOUTS = ['dense', 'turned', 'offset', 'half', 'expanded']
-CASES = [(rng.choice([(1,), (7,), (8,), (3, 5), (64, 130), (2, 3, 1001), (17, 1, 33), (1000, 257)]), rng.choice(DTYPES), *(rng.choice(LAYOUTS) for _ in range(3)), rng.choice([1., 8.]), rng.randrange(10**6)) for rng in [random.Random(0)] for _ in range(80)]
+CASES = [(rng.choice([(1,), (7,), (8,), (3, 5), (64, 130), (2, 3, 1001), (17, 1, 33), (1000, 257)]), rng.choice(DTYPES), *(rng.choice(LAYOUTS) for _ in range(3)), rng.choice([1., 8.]), rng.randrange(10**6)) for rng in [random.Random(SEED)] for _ in range(80)]
 
 @pytest.mark.parametrize('shape,dtype,lg,lu,ld,scale,seed', CASES)
 def test_random(ns, shape, dtype, lg, lu, ld, scale, seed):
