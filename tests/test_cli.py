@@ -363,7 +363,7 @@ def test_train_has_a_flag_for_every_setting():
     from xtrain.recipe import TrainConfig, PRESETS, flag
     flags = {p.name: p.opts for p in cli.main.commands['train'].params}
     for f in fields(TrainConfig): assert flag(f.name) in flags[f.name], f.name
-    assert set(flags) - {f.name for f in fields(TrainConfig)} == {'preset', 'as_json'}
+    assert set(flags) - {f.name for f in fields(TrainConfig)} == {'preset', 'init', 'as_json'}
     text = call('train', '--help').stdout
     for name in PRESETS: assert f'\n  {name} ' in text
     assert '[600]' in text or f'[{TrainConfig.steps}]' in text

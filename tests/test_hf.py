@@ -1,5 +1,5 @@
 "Export and import: both directions of one table, in the memory of one tensor, and everything that must be refused, by name and in one line"
-import errno, hashlib, json, math, os, pickle, resource, shutil, struct, subprocess, sys, time, warnings
+import errno, hashlib, json, math, os, pickle, resource, shutil, signal, struct, subprocess, sys, time, warnings
 from dataclasses import replace
 from pathlib import Path
 import pytest, torch
@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 from xtrain import export
 from xtrain.config import ModelConfig, UserError
+from xtrain.files import locked
 from xtrain.generate import generate
 from xtrain.hf import check_target, export_hf, export_any, find_weights, from_hf_config, hf_config, hf_shapes, import_hf, import_model, import_to_run, load_any, open_weights, parse_size, plan_shards, tensor_map
 from xtrain.model import TinyTransformer
@@ -222,6 +223,32 @@ def test_wrappers_are_taken_off(good, tok, tmp_path):
         from torch.distributed.fsdp import FullyShardedDataParallel
         assert 'a FullyShardedDataParallel cannot be exported' in refusal(export_hf, FullyShardedDataParallel(model, device_id=torch.device('cpu')), tok, tmp_path/'f') and not (tmp_path/'f').exists()
     finally: dist.destroy_process_group()
+
+SPREAD = """
+import sys, torch
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from xtrain.config import ModelConfig
+from xtrain.hf import export_hf
+from xtrain.model import TinyTransformer
+rank, out = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group('gloo', store=dist.FileStore(out+'/store', 2), rank=rank, world_size=2)
+for tied in (False, True):
+    m = TinyTransformer(ModelConfig(300, 40, 2, 6, 2, 18, 56, tied=tied), seed=0)
+    if rank == 0: export_hf(m, None, f'{out}/whole{tied:d}')
+    for p in m.parameters(): p.data = p.data.contiguous()
+    for b in m.blocks: fully_shard(b)
+    fully_shard(m)
+    m(torch.arange(20).view(2, 10)).logsumexp(-1).sum().backward()      # It would train
+    assert bool(export_hf(m, None, f'{out}/spread{tied:d}')) == (rank == 0)
+dist.barrier()
+"""
+
+def test_a_model_spread_over_ranks(tmp_path):
+    "C01: FSDP2: every rank calls, rank 0 writes what one process would have written"
+    ranks = [subprocess.Popen([sys.executable, '-c', SPREAD, str(r), str(tmp_path)], stderr=subprocess.PIPE, text=True, env=os.environ | dict(OMP_NUM_THREADS='1')) for r in (0, 1)]
+    for p in ranks: assert p.communicate(timeout=120) and p.returncode == 0, p
+    for tied in '01': assert files(tmp_path/f'spread{tied}') == files(tmp_path/f'whole{tied}')
 
 def test_the_result_of_an_export(tok, tmp_path):
     r = export_hf(make(), tok, tmp_path/'m')
@@ -863,6 +890,66 @@ def test_a_chat_template_goes_through_a_run(d, tmp_path):
     (d/'chat_template.jinja').write_text('{% for m in messages %}{{ m.content }}\n{% endfor %}')
     import_to_run(d, tmp_path/'run'); export_any(tmp_path/'run', tmp_path/'e')
     assert load_any(tmp_path/'e')[1].chat_template == js(tmp_path/'e/tokenizer_config.json')['chat_template'] == (d/'chat_template.jinja').read_text()
+
+def xtrain(*args):
+    "The command, in this process: exit status, stdout, stderr"
+    from click.testing import CliRunner
+    from xtrain.cli import main
+    r = CliRunner().invoke(main, [str(a) for a in args])
+    return r.exit_code, r.stdout, r.stderr
+
+def test_training_begins_with_what_was_imported(d, tok, tmp_path):
+    "train --init: of a directory with two stop ids, then of the run that came of it; the weights move by no more than the rate allows"
+    (tmp_path/'text.txt').write_text('the cat sat on the mat, and the dog sat on the cat. '*200)
+    for f in ('config.json', 'generation_config.json'): (d/f).write_text(json.dumps(js(d/f) | dict(eos_token_id=[tok.eos_id, 7])))
+    how = ['--data', tmp_path/'text.txt', '--steps', 2, '--batch-size', 2, '--seq-len', 32, '--device', 'cpu', '--json']
+    rc, out, err = xtrain('train', '--init', d, '--out', tmp_path/'runs/a', *how)
+    assert rc == 0 and json.loads(out)['step'] == 2, err
+    before, after = import_model(d), load_any(tmp_path/'runs/a')[0]
+    assert after.cfg == before.cfg and not torch.equal(before.blocks[0].wq, after.blocks[0].wq)
+    assert all((p-q).abs().max() < 2.1*5e-5 for p,q in zip(before.params().values(), after.params().values()))           # AdamW moves by about its rate, a low one here
+    assert xtrain('train', '--init', tmp_path/'runs/a', '--out', tmp_path/'runs/b', *how, '--lr', 1e-3)[0] == 0
+    assert xtrain('export', tmp_path/'runs/b', tmp_path/'e')[0] == 0 and js(tmp_path/'e/generation_config.json')['eos_token_id'] == [tok.eos_id, 7]
+    assert '| weights before step 0 | imported from `a` |' in (tmp_path/'e/README.md').read_text()
+
+@pytest.mark.parametrize('flags, word', [([], '--init needs --data'), (['--data', 'nope.txt'], 'nope.txt'), (['--data', 'text.txt', '--dim', 64], "--dim 64 differs from the run's 40"), (['--data', 'text.txt', '--tokenizer', 'train'], '--tokenizer train'),
+    (['--data', 'text.txt', '--seq-len', 512], 'context of 256'), (['--data', 'text.txt', '--preset', 'stories'], '--preset'), (['--data', 'text.txt', '--resume'], '--resume'), (['--data', 'text.txt', '--out', 'm'], 'm is not empty')])
+def test_an_init_that_cannot_begin_leaves_nothing(d, tmp_path, monkeypatch, flags, word):
+    monkeypatch.chdir(tmp_path)
+    Path('text.txt').write_text('the cat sat on the mat. '*200)
+    rc, out, err = xtrain('train', '--init', 'm', '--out', 'run', '--device', 'cpu', *flags)
+    assert rc in (1, 2) and not out and word in err.splitlines()[-1], err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'text.txt'] and 'model.safetensors' in files(d)
+
+def test_an_imported_run_is_not_trained_on_anything_by_default(d, tmp_path):
+    import_to_run(d, tmp_path/'run')
+    for flags, word in (([], 'with --data SOURCE'), (['--data', 'stories', '--n-layers', 7], "--n-layers 7 differs from the run's 2")):
+        rc, out, err = xtrain('train', '--resume', '--out', tmp_path/'run', *flags)
+        assert rc == 1 and word in err and not (tmp_path/'run/data').exists()
+
+def test_an_import_replaces_nothing_but_a_run(d, tmp_path):
+    "Even with --overwrite; neither what it reads, nor what holds it, nor a run that is being trained"
+    import_to_run(d, tmp_path/'run')
+    (tmp_path/'photos').mkdir(); (tmp_path/'photos/cat.jpg').touch(); (tmp_path/'mixed').mkdir()
+    shutil.copytree(tmp_path/'run', tmp_path/'mixed', dirs_exist_ok=True); (tmp_path/'mixed/thesis.tex').touch()
+    for to, word in ((d, 'is no run'), (tmp_path, 'is no run'), (tmp_path/'photos', 'is no run'), (tmp_path/'mixed', "holds 'thesis.tex'"), (d/'config.json', 'is a file')):
+        assert word in refusal(import_to_run, d, to, True)
+    assert 'is what is to be imported' in refusal(import_to_run, tmp_path/'run', tmp_path/'run/../run', True)
+    assert 'is what is to be imported' in refusal(import_to_run, tmp_path/'run/checkpoints/step-00000000', tmp_path/'run', True)
+    with locked(tmp_path/'run'): assert 'in use' in refusal(import_to_run, d, tmp_path/'run', True)
+    import_to_run(d, tmp_path/'run', True)
+    assert {p.name for p in tmp_path.iterdir()} == {'m', 'run', 'photos', 'mixed'} and (tmp_path/'photos/cat.jpg').exists() and (tmp_path/'mixed/thesis.tex').exists()
+
+SLOW = 'import time, xtrain.tensors as t, xtrain.gguf as g\ndef slow(f):\n    def h(*a): print("writing", flush=True); time.sleep(.3); return f(*a)\n    return h\nt._write, g._write_tensor = slow(t._write), slow(g._write_tensor)\nfrom xtrain.cli import main; main()'
+
+@pytest.mark.parametrize('command, number, rc, word', [('export', signal.SIGTERM, 143, 'terminated'), ('import', signal.SIGHUP, 129, 'terminated'), ('gguf', signal.SIGINT, 130, 'interrupted')])
+def test_told_to_stop(good, tmp_path, command, number, rc, word):
+    "What was half written is gone, hidden files too"
+    p = subprocess.Popen([sys.executable, '-c', SLOW, command, str(good), str(tmp_path/'out')], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    assert p.stdout.readline() == 'writing\n' and list(tmp_path.iterdir())
+    p.send_signal(number)
+    _, err = p.communicate(timeout=60)
+    assert (p.returncode, err) == (rc, f'xtrain: {word}\n') and not list(tmp_path.iterdir())
 
 def test_a_refused_import_makes_no_run(d, tmp_path):
     set_config(d, attention_bias=True)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TENSOR_MAP', 'DTYPES', 'KINDS', 'VERIFY_MARKS', 'tensor_map', 'hf_shapes', 'parse_size', 'plan_shards', 'hf_config',
-           'stop_ids', 'check_vocab', 'check_target', 'model_card', 'run_facts', 'export_weights', 'unwrap',
+           'stop_ids', 'check_vocab', 'check_target', 'model_card', 'run_facts', 'export_weights', 'unwrap', 'whole',
            'export_hf']
 
 # %% ../nbs/31_export.ipynb #cb765421
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import new_dir
+from .files import check_place, new_dir
 from .tensors import CODES, dtype_name, write_safetensors
 
 # %% ../nbs/31_export.ipynb #86274c54
@@ -140,16 +140,10 @@ def check_target(
     overwrite:bool=False, # May it replace an earlier export?
 )->Path: # The same, links followed
     "Refuse a target before any work is done; only a directory that holds nothing but an export is ever replaced"
-    path = Path(os.path.realpath(dir))
-    try:
-        if path.exists() and not path.is_dir(): raise UserError(f'{path} is a file, not a directory')
-        if path.exists() and not overwrite and any(path.iterdir()): raise UserError(f'{path} exists already; choose another place or pass --overwrite')
-        if path.exists() and (other := sorted(p.name for p in path.iterdir() if not _OURS.fullmatch(p.name) or not p.is_file())):
-            raise UserError(f'{path} holds {other[0]!r}, which is not part of an export; it will not be replaced, choose another place')
-    except OSError as e: raise UserError(f'cannot look at {path}: {e.strerror}') from None
-    if not path.parent.is_dir(): raise UserError(f'{path.parent} is not a directory; create it first')
-    if not os.access(path.parent, os.W_OK | os.X_OK): raise UserError(f'cannot write to {path.parent}: permission denied')
-    return path
+    def foreign(to):
+        other = sorted(p.name for p in to.iterdir() if not _OURS.fullmatch(p.name) or not p.is_file())
+        if other: return f'holds {other[0]!r}, which is not part of an export'
+    return check_place(dir, overwrite, foreign=foreign)
 
 # %% ../nbs/31_export.ipynb #94395ba5
 VERIFY_MARKS = '<!-- xtrain verify -->', '<!-- /xtrain verify -->' # `xtrain verify` replaces what is between
@@ -270,16 +264,24 @@ def unwrap(model):
     if not isinstance(model, TinyTransformer): raise UserError(f'a {type(model).__name__} cannot be exported; hand over the TinyTransformer inside, with its parameters whole')
     return model
 
+def whole(model:'TinyTransformer')->dict[str,Tensor]:
+    "Parameters by name; those that FSDP2 spread over ranks are gathered on rank 0, and other ranks get none"
+    params = model.params()
+    if not any(hasattr(p, 'full_tensor') for p in params.values()): return params
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
 # %% ../nbs/31_export.ipynb #315a3de7
 def export_hf(
-    model, # A `TinyTransformer`; what torch.compile or DDP wrapped around it is taken off
+    model, # A `TinyTransformer`; what torch.compile or DDP wrapped around it is taken off; after `fully_shard`, every rank calls and rank 0 writes
     tokenizer, # A `Tokenizer`, or None for weights alone
     dir, # The directory to make
     overwrite:bool=False, # Replace an earlier export
     max_shard_size:int|str='5GB', # Bytes of tensors in one file
     dtype:torch.dtype=torch.bfloat16, # Or float16, float32
     facts:Iterable[tuple[str,str]]=(), # For the card
-)->dict: # dir, tensors, params, files (name and bytes), notes
+)->dict: # dir, tensors, params, files (name and bytes), notes; empty on other ranks
     "`export_weights` of a model in memory"
     model = unwrap(model)
-    return export_weights(model.cfg, model.params().__getitem__, tokenizer, dir, overwrite, max_shard_size, dtype, facts)
+    if not (params := whole(model)): return {}
+    return export_weights(model.cfg, params.__getitem__, tokenizer, dir, overwrite, max_shard_size, dtype, facts)

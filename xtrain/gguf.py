@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np, torch
 from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import new_file
+from .files import check_place, new_file
 
 # %% ../nbs/32_gguf.ipynb #f2e34827
 def q8_0_bound(
@@ -167,12 +167,8 @@ def _add_tokenizer(w, tok, rows, pre, ends):
     if tok.chat_template: w.add_chat_template(tok.chat_template)
 
 # %% ../nbs/32_gguf.ipynb #9ef7ee7a
-def _check_target(path, overwrite):
-    to = Path(os.path.realpath(path))
-    if to.is_dir(): raise UserError(f'{path} is a directory; name the file to write, such as {Path(path)/"model.gguf"}')
-    if to.exists() and not overwrite: raise UserError(f'{path} exists already; choose another place or pass --overwrite')
-    if to.exists() and (not to.is_file() or to.open('rb').read(4) not in (b'GGUF', b'')): raise UserError(f'{path} is no GGUF file; it will not be replaced')
-    if not to.parent.is_dir(): raise UserError(f'{to.parent} is not a directory; create it first')
+def _foreign(to):
+    if not to.is_file() or to.open('rb').read(4) not in (b'GGUF', b''): return 'is no GGUF file'
 
 # %% ../nbs/32_gguf.ipynb #96bfb1c3
 def export_gguf(
@@ -184,11 +180,14 @@ def export_gguf(
 )->dict: # path, arch, dtype, pre, tensors, params, bytes, notes
     "Write what llama.cpp runs, tensor by tensor; the same source gives the same bytes"
     import gguf
-    from xtrain.hf import check_vocab, open_weights, unwrap
+    from xtrain.hf import check_vocab, open_weights, unwrap, whole
     from xtrain.tokenizer import LLAMA_CPP, cuts
     dtype = str(dtype).upper()
     if dtype not in FILE_TYPES: raise UserError(f'dtype is {dtype}; a GGUF file is {", ".join(FILE_TYPES)}')
-    if isinstance(source, tuple): cfg, tok, get = unwrap(source[0]).cfg, source[1], lambda n: unwrap(source[0]).params()[n].detach()
+    check_place(path, overwrite, folder=False, foreign=_foreign)
+    if isinstance(source, tuple):
+        if not (params := whole(unwrap(source[0]))): return {}
+        cfg, tok, get = unwrap(source[0]).cfg, source[1], lambda n: params[n].detach()
     else: w = open_weights(source); cfg, tok, get = w.cfg, w.tokenizer, w.get
     if (why := why_not(tok, drop_normalizer)): raise UserError(f'{tok.where}: llama.cpp would not tokenise as this file says: {why}')
     ends, notes = end_ids(tok)
@@ -199,7 +198,6 @@ def export_gguf(
     shapes = {n: s if n == 'embed' or len(s) == 1 else s[::-1] for n,s in cfg.shapes().items()}
     kinds = {n: kind_of(s, dtype) for n,s in shapes.items()}
     if dtype == 'Q8_0' and (left := [n for n,s in shapes.items() if len(s) == 2 and kinds[n] == 'F32']): notes.append(f'{len(left)} matrices have rows that are no multiple of 32 and stay F32, such as {left[0]}')
-    _check_target(path, overwrite)
     with new_file(path) as tmp:
         out = gguf.GGUFWriter(tmp, arch)
         out.add_type('model'); out.add_file_type(FILE_TYPES[dtype])

@@ -6,22 +6,23 @@
 __all__ = ['MAX_JSON', 'read_json', 'find_weights', 'from_hf_config', 'check_tensors', 'Weights', 'open_weights', 'load_any',
            'import_hf', 'import_model', 'export_any', 'import_to_run', 'DTYPES', 'KINDS', 'TENSOR_MAP', 'VERIFY_MARKS',
            'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config', 'hf_shapes', 'model_card',
-           'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap']
+           'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap', 'whole']
 
 # %% ../nbs/31_import.ipynb #bd47ab39
 import json, os, re, reprlib, warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
 from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import PICKLES
+from .files import PICKLES, check_place, locked
 from .tensors import CODES, TensorFile, dtype_name, finite
 from .export import (DTYPES, KINDS, TENSOR_MAP, VERIFY_MARKS, check_target, check_vocab, export_hf, export_weights, hf_config, hf_shapes, model_card,
-    parse_size, plan_shards, run_facts, stop_ids, tensor_map, unwrap, _code, _one_or_list)
+    parse_size, plan_shards, run_facts, stop_ids, tensor_map, unwrap, whole, _code, _one_or_list)
 _all_ = ['DTYPES', 'KINDS', 'TENSOR_MAP', 'VERIFY_MARKS', 'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config', 'hf_shapes', 'model_card',
-    'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap'] # Both directions can be had from here
+    'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap', 'whole'] # Both directions can be had from here
 
 # %% ../nbs/31_import.ipynb #9955972d
 _repr = reprlib.Repr()
@@ -355,13 +356,21 @@ def export_any(
     return r
 
 # %% ../nbs/31_import.ipynb #05245058
+_RUN = {'config.json', 'tokenizer.json', 'chat_template.jinja', 'checkpoints', 'data', 'metrics.jsonl', 'loss.png', 'verify.png'} # What a run holds
+
 def import_to_run(
-    dir, # In Qwen3's, Qwen2's or Llama's format
+    dir, # In Qwen3's, Qwen2's or Llama's format; or another run, of which the newest checkpoint is taken
     run, # The run directory to make
-    overwrite:bool=False, # Replace what is there
+    overwrite:bool=False, # Replace the run that is there
 )->ModelConfig: # Of the run
     "Make a run whose step 0 is an imported model, for `xtrain train --resume` to go on from; that of the largest tensor is memory enough"
     from xtrain.checkpoint import new_run
-    w = _open_import(dir)
-    new_run(run, w.cfg, w.get, w.tokenizer, overwrite, data=dict(eos_id=_one_or_list(w.tokenizer.stop_ids)), history=[dict(step=0, imported=Path(dir).resolve().name)])
+    def foreign(to):
+        if not (to/'config.json').is_file() or 'model' not in read_json(to/'config.json'): return 'is no run'
+        if other := sorted({p.name for p in to.iterdir()} - _RUN): return f'holds {other[0]!r}, which is not part of a run'
+    to, here = check_place(run, overwrite, foreign=foreign), Path(os.path.realpath(dir))
+    if here == to or here.is_relative_to(to): raise UserError(f'{run} is what is to be imported; choose another place')
+    w = open_weights(dir)
+    with locked(to) if to.exists() else nullcontext():
+        new_run(run, w.cfg, w.get, w.tokenizer, overwrite, data=dict(eos_id=_one_or_list(w.tokenizer.stop_ids)), history=[dict(step=0, imported=Path(dir).resolve().name)])
     return w.cfg

@@ -154,12 +154,17 @@ def make_config(
     **given, # Fields that were set explicitly
 )->TrainConfig:
     "The recipe of a new run, or of one that goes on"
+    from xtrain.checkpoint import read_config
     names = [f.name for f in fields(TrainConfig)]
     if (bad := sorted(set(given)-set(names))): raise UserError(f'there is no setting {", ".join(bad)}')
     if preset is not None and preset not in PRESETS: raise UserError(f'--preset must be one of {", ".join(PRESETS)}, got {preset!r}')
     if resume is None: return TrainConfig(**PRESETS[preset][1] | given if preset else given)
     if preset is not None: raise UserError('--preset and --resume do not go together: the run has its recipe already')
-    return replace(saved_config(resume), **given | dict(out=str(resume), resume=True))
+    old = saved_config(resume)
+    if not read_config(resume).get('train'): # Foreign weights
+        if 'data' not in given: raise UserError(f'{resume} holds weights that were trained elsewhere: say what they shall learn from, with --data SOURCE; without --lr the learning rate is {old.lr:g}')
+        changes(old, replace(old, **{k: v for k,v in given.items() if k in _ARCH}))
+    return replace(old, **given | dict(out=str(resume), resume=True))
 
 def saved_config(
     run_dir, # A run directory
@@ -169,5 +174,5 @@ def saved_config(
     c, names = read_config(run_dir), {f.name for f in fields(TrainConfig)}
     arch = {k: v for k,v in c['model'].items() if k in names}
     saved = {k: v for k,v in c.get('train', {}).items() if k in names}
-    if not saved: saved = dict(tokenizer=str(Path(run_dir)/'tokenizer.json'), seq_len=min(TrainConfig.seq_len, c['model']['max_seq_len']))
+    if not saved: saved = dict(tokenizer=str(Path(run_dir)/'tokenizer.json'), seq_len=min(TrainConfig.seq_len, c['model']['max_seq_len']), lr=5e-5) # A rate that keeps what they know
     return TrainConfig(**arch | saved | dict(vocab_size=arch['vocab_size']))
