@@ -292,6 +292,19 @@ inline void check_in_place(const Tensor& z, const char* name) {
     STD_TORCH_CHECK((z.stride(1) == 1 || z.size(1) == 1) && (z.size(0) < 2 || z.stride(0) >= z.size(1)), name, ": each row of the logits must be contiguous, and no two may overlap");
 }
 #define BY_CAP(cap, ...) if (cap > 0) { constexpr bool CAP = true; __VA_ARGS__ } else { constexpr bool CAP = false; __VA_ARGS__ }
+// Around the backward of a GPU or of a CPU
+template <auto BACKWARD> Tensor cross_entropy_backward(const Tensor& g, const Tensor& z_, const Tensor& target, const Tensor& stats, int64_t ignore, double z_loss, double cap) {
+    const Tensor z = dense_rows(z_);
+    Tensor dz = torch::stable::new_empty(z, {z.size(0), z.size(1)});
+    BACKWARD(g, z, target, stats, dz, 0, ignore, z_loss, cap);
+    return dz;
+}
+// Writes over logits that nobody else holds, as loss_and_grad_ does: for the fused head only. Rows may lie further apart than V, so that a matrix
+// product finds each of them aligned. Makes gradients of the columns `begin` and following of a row; `target`, `stats` are the row's.
+template <auto BACKWARD> void grad_columns_(Tensor z, const Tensor& g, const Tensor& target, const Tensor& stats, int64_t begin, int64_t ignore, double z_loss, double cap) {
+    check_in_place(z, "grad_columns_");
+    BACKWARD(g, z, target, stats, z, begin, ignore, z_loss, cap);
+}
 
 #ifdef __CUDACC__
 std::tuple<Tensor, Tensor> cross_entropy(const Tensor& z_, const Tensor& target_, int64_t ignore, double z_loss, double cap) {
@@ -316,19 +329,7 @@ void backward(const Tensor& g, const Tensor& z, const Tensor& target_, const Ten
     }));
     check_launch("cross_entropy backward");
 }
-Tensor cross_entropy_backward(const Tensor& g, const Tensor& z_, const Tensor& target, const Tensor& stats, int64_t ignore, double z_loss, double cap) {
-    const Tensor z = dense_rows(z_);
-    Tensor dz = torch::stable::new_empty(z, {z.size(0), z.size(1)});
-    backward(g, z, target, stats, dz, 0, ignore, z_loss, cap);
-    return dz;
-}
-// The two below write over logits that nobody else holds: for the fused head only. Rows may lie further apart than V, so that a matrix
-// product finds each of them aligned. This one makes gradients of the columns `begin` and following of a row; `target`, `stats` are the row's.
-void grad_columns_(Tensor z, const Tensor& g, const Tensor& target, const Tensor& stats, int64_t begin, int64_t ignore, double z_loss, double cap) {
-    check_in_place(z, "grad_columns_");
-    backward(g, z, target, stats, z, begin, ignore, z_loss, cap);
-}
-// This one weight * d loss / d logits of whole rows, and returns weight * loss.
+// Writes weight * d loss / d logits over whole rows, and returns weight * loss.
 Tensor loss_and_grad_(Tensor z, const Tensor& target_, const std::optional<Tensor>& weight_, int64_t ignore, double z_loss, double cap) {
     check_in_place(z, "loss_and_grad_");
     const int64_t N = z.size(0), V = z.size(1);
@@ -354,8 +355,8 @@ Tensor loss_and_grad_(Tensor z, const Tensor& target_, const std::optional<Tenso
 }
 STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {
     m.impl("cross_entropy", TORCH_BOX(&cross_entropy));
-    m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
-    m.impl("grad_columns_", TORCH_BOX(&grad_columns_));
+    m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward<&backward>));
+    m.impl("grad_columns_", TORCH_BOX(&grad_columns_<&backward>));
     m.impl("loss_and_grad_", TORCH_BOX(&loss_and_grad_));
 }
 #endif
@@ -416,16 +417,6 @@ void backward_cpu(const Tensor& g, const Tensor& z, const Tensor& target_, const
         BY_CAP(cap, { row_grad_cpu<CAP>(p, d, V, t[n] - begin, st[n], g.const_data_ptr<float>()[n * g.stride(0)], (float)z_loss, (float)cap); })
     }
 }
-Tensor cross_entropy_backward_cpu(const Tensor& g, const Tensor& z_, const Tensor& target, const Tensor& stats, int64_t ignore, double z_loss, double cap) {
-    const Tensor z = dense_rows(z_);
-    Tensor dz = torch::stable::new_empty(z, {z.size(0), z.size(1)});
-    backward_cpu(g, z, target, stats, dz, 0, ignore, z_loss, cap);
-    return dz;
-}
-void grad_columns_cpu_(Tensor z, const Tensor& g, const Tensor& target, const Tensor& stats, int64_t begin, int64_t ignore, double z_loss, double cap) {
-    check_in_place(z, "grad_columns_");
-    backward_cpu(g, z, target, stats, z, begin, ignore, z_loss, cap);
-}
 Tensor loss_and_grad_cpu_(Tensor z, const Tensor& target_, const std::optional<Tensor>& weight, int64_t ignore, double z_loss, double cap) {
     check_cpu(z);
     check_in_place(z, "loss_and_grad_");
@@ -455,7 +446,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CPU, m) {
     m.impl("cross_entropy", TORCH_BOX(&cross_entropy_cpu));
-    m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward_cpu));
-    m.impl("grad_columns_", TORCH_BOX(&grad_columns_cpu_));
+    m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward<&backward_cpu>));
+    m.impl("grad_columns_", TORCH_BOX(&grad_columns_<&backward_cpu>));
     m.impl("loss_and_grad_", TORCH_BOX(&loss_and_grad_cpu_));
 }
