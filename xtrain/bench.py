@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from .config import UserError
 
-# %% ../nbs/40_bench.ipynb #b097e089
+# %% ../nbs/40_bench.ipynb #80b75f51
 _idle = {} # Device -> seconds of one cycle of its idle kernel
 
 def _pause(device, seconds):
@@ -153,7 +153,7 @@ class Meter:
     def meets(self,
         rows:list[list], # Of `beside`, with or without columns before them; ours is the last
         share:float=.85, # Of the copy rate, in both directions
-        slack:float=1.02, # Times as long as the best other way is still as fast, because a median has noise
+        slack:float=1.04, # Times as long as the best other way is still as fast: a median has noise, and where tensors lie is worth 2%
     )->bool: # True on any card but an H200, for which the targets were set
         "Does our way reach its targets?"
         *others, ours = ([r[-4:] for r in rows])
@@ -254,7 +254,7 @@ def _silu_mul(): return importlib.import_module('liger_kernel.ops.swiglu').Liger
 
 OPS = ('rms_norm', 'add_rms_norm', 'qk_norm', 'rope', 'qk_norm_rope', 'swiglu', 'repeat_kv', 'cross_entropy', 'head_loss', 'adamw')
 
-# %% ../nbs/40_bench.ipynb #3c6394f5
+# %% ../nbs/40_bench.ipynb #5468f8be
 def measure(
     case:Case, # What to run
     device:torch.device,
@@ -405,7 +405,7 @@ def _beside(peer, us):
     r = [a/b for a, b in zip(peer['rounds'], us['rounds'])]
     return f'{statistics.median(r):.2f} ± {(max(r)-min(r))/2:.2f}'
 
-# %% ../nbs/40_bench.ipynb #27dfe0c4
+# %% ../nbs/40_bench.ipynb #86a1c8d2
 def picture(
     result:dict, # Of `bench_ops`
     path=None, # PNG to write; None returns the figure
