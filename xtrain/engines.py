@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['END', 'ADAPTERS', 'Engine', 'version_of', 'Transformers', 'LlamaCpp', 'threads', 'MlxLm', 'MistralRs', 'Vllm',
-           'CTranslate2', 'OnnxGenai', 'pack', 'answer', 'serve']
+           'CTranslate2', 'OnnxGenai', 'OpenVino', 'pack', 'answer', 'serve']
 
 # %% ../nbs/33_engines.ipynb #f753aaeb
 import contextlib, importlib.metadata, importlib.util, json, math, os, signal, sys
 
-# %% ../nbs/33_engines.ipynb #14633441
+# %% ../nbs/33_engines.ipynb #3aaa6878
 END = -1 # In a list of tokens: here the engine ended the text, without saying with which id
 
 class Engine:
@@ -21,6 +21,7 @@ class Engine:
     every:bool = True # Does `logits` show every position, or only the last?
     fresh:bool = False # Does another directory need another process?
     gguf:str = '' # Weights it wants as a GGUF file of this type; empty: it reads the directory
+    normal:bool = True # Does it normalise text where tokenizer.json says so?
     module:str = '' # What Python must be able to import
     install:str = '' # What pip installs
     env:dict = {} # Environment that must be set before the import
@@ -31,6 +32,7 @@ class Engine:
         there = not self.module or importlib.util.find_spec(self.module)
         return '' if there else f'{self.install} is not installed; pip install {self.install}'
     def version(self)->str: return version_of(self.install.split()[0]) if self.install else ''
+    def warm(self): "Import what `load` will need, while nobody waits"
     def load(self, dir): "Load an export directory, or a GGUF file; raise if it does not fit"; raise NotImplementedError
     def tokens(self, ids:list, max_tokens:int)->list: "Greedy continuation, with the id that ended it or `END`"; raise NotImplementedError
     def logits(self, ids:list): "Logits or log-probabilities after each of `ids`, `(T, V)`; `(1, V)` if not `every`; None if it has none to show"
@@ -42,12 +44,17 @@ def version_of(dist:str)->str:
     try: return importlib.metadata.version(dist)
     except importlib.metadata.PackageNotFoundError: return ''
 
-# %% ../nbs/33_engines.ipynb #f12b0fac
+# %% ../nbs/33_engines.ipynb #6ef6d48a
 class Transformers(Engine):
     "transformers' own Qwen3 with eager attention, on the CPU, nothing from the network"
     same_bits, module, install = True, 'transformers', 'transformers'
     env = dict(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false')
     def __init__(self, name:str, dtype:str): self.name, self.dtype, self.exact, self.tol = name, dtype, dtype == 'float32', 1e-4
+
+    def warm(self):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        for part in ('generation', 'models.qwen3.modeling_qwen3'): importlib.import_module('transformers.'+part) # by themselves only at first use
 
     def load(self, dir):
         import torch
@@ -283,14 +290,32 @@ class OnnxGenai(Engine):
     def logits(self, ids): return self.start(ids, 1).get_output('logits')[0]
     def encode(self, text): return [int(i) for i in self.tok.encode(text)]
 
-# %% ../nbs/33_engines.ipynb #29675763
+# %% ../nbs/33_engines.ipynb #942e2cdc
+class OpenVino(Engine):
+    "openvino-genai in float32, from an F16 file"
+    gguf, module, install = 'F16', 'openvino_genai', 'openvino-genai'
+    blind = {'another EOS': 'of the ids that end a text it reads the first alone'}
+    def __init__(self, name:str): self.name = name
+
+    def load(self, dir):
+        import openvino_genai as og
+        self.pipe = og.LLMPipeline(str(dir), 'CPU', INFERENCE_PRECISION_HINT='f32', KV_CACHE_PRECISION='f32', ATTENTION_BACKEND='SDPA')
+
+    def tokens(self, ids, max_tokens):
+        import numpy as np, openvino as ov, openvino_genai as og
+        x = np.array([ids])
+        new = self.pipe.generate(og.TokenizedInputs(ov.Tensor(x), ov.Tensor(np.ones_like(x))), max_new_tokens=max_tokens, do_sample=False).tokens[0]
+        return new if len(new) == max_tokens else new + [END]
+    def encode(self, text): return self.pipe.get_tokenizer().encode(text).input_ids.data[0].tolist()
+
+# %% ../nbs/33_engines.ipynb #594336b3
 ADAPTERS = {e.name: e for e in (
     Transformers('transformers-f32', 'float32'), Transformers('transformers-bf16', 'bfloat16'),
     LlamaCpp('llama.cpp-f32', 'F32'), LlamaCpp('llama.cpp-bf16', 'BF16'),
     MlxLm('mlx-lm-f32', 'float32'), MlxLm('mlx-lm-bf16', 'bfloat16'),
     MistralRs('mistralrs-f32', 'float32'), MistralRs('mistralrs-bf16', 'bfloat16'),
     Vllm('vllm-f32', 'float32'), Vllm('vllm-bf16', 'bfloat16'),
-    CTranslate2('ctranslate2-f32'), OnnxGenai('onnxruntime-genai-f32'))}
+    CTranslate2('ctranslate2-f32'), OnnxGenai('onnxruntime-genai-f32'), OpenVino('openvino-genai-f32'))}
 
 # %% ../nbs/33_engines.ipynb #982dc810
 def pack(x)->bytes: # What goes into the pipe
@@ -325,25 +350,23 @@ def answer(
         said = str(x).strip().splitlines()
         return json.dumps(dict(error=f'{type(x).__name__}: {said[0] if said else ""}'[:500])).encode()+b'\n'
 
-# %% ../nbs/33_engines.ipynb #b8e648e1
+# %% ../nbs/33_engines.ipynb #fdccfbc4
 def serve(
     name:str, # A key of `ADAPTERS`
     requests:int, # File descriptor to read from
     replies:int, # File descriptor to write to
-    parent:int, # Process that started this one
 ):
     "The life of an engine's process"
     for fd in (requests, replies): os.set_inheritable(fd, False) # its children must not hold the pipes open
-    if sys.platform == 'linux':
-        import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG
-        if os.getppid() != parent: os._exit(1)
     e = ADAPTERS[name]
     os.environ.update(e.env)
     if e.module: importlib.import_module(e.module)
+    e.warm()
     with os.fdopen(requests, 'rb') as take, os.fdopen(replies, 'wb') as give:
         for line in take:
-            give.write(answer(e, json.loads(line))); give.flush()
+            q = json.loads(line)
+            if (other := ADAPTERS[q.get('engine', e.name)]) is not e: e.close(); e = other
+            give.write(answer(e, q)); give.flush()
     if os.getpgrp() == os.getpid(): os.killpg(0, signal.SIGKILL) # it leads a group of its own: whatever it started goes too
 
 # %% ../nbs/33_engines.ipynb #64b0563b

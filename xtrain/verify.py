@@ -9,7 +9,7 @@ __all__ = ['RANK', 'MARKS', 'PROMPTS', 'CHECKS', 'as_exported', 'ulp_bf16', 'nea
            'Report', 'show', 'write_card', 'picture', 'read_prompts', 'held_out_ids', 'openings', 'verify',
            'pick_engines', 'prepare_cases']
 
-# %% ../nbs/33_closed_loop.ipynb #a871f74b
+# %% ../nbs/33_closed_loop.ipynb #5fd73a26
 import copy, json, math, re, time
 from dataclasses import dataclass, field, asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from .config import ModelConfig, UserError
 from .engines import END, Engine
 from .hf import find_weights, read_json, stop_ids
-from .plugins import ENGINES, Command, EngineError, find_engines, printed_ids, printed_logits, read_text
+from .plugins import ENGINES, Command, EngineError, Remote, Unfit, find_engines, printed_ids, printed_logits, read_text
 
 # %% ../nbs/33_closed_loop.ipynb #6436cf81
 def as_exported(
@@ -228,11 +228,15 @@ class Outcome:
         "New tokens every prompt has in common with the reference; None if all of them"
         return min((f.step for f in self.forks), default=None)
 
-# %% ../nbs/33_closed_loop.ipynb #9c957add
-def compare_text(o:Outcome, engine:Engine, cases:list[Case]):
-    "Token ids of the prompts"
+# %% ../nbs/33_closed_loop.ipynb #08ad2f5c
+def compare_text(o:Outcome, engine:Engine, ref:Reference, cases:list[Case]):
+    "Token ids of the prompts; an engine that has no normaliser is given text that needs none"
     for n,c in enumerate(cases):
-        if c.text and (ids := engine.encode(c.text)) is not None and list(ids) != c.ids: o.reasons.append(f'reads prompt {n+1} as other token ids: {list(ids)[:8]}, not {c.ids[:8]}')
+        text = c.text if engine.normal else ref.tokenizer.raw.normalizer.normalize_str(c.text)
+        if text != c.text: o.notes.append(f'prompt {n+1} was normalised for it: the tokenizer does that, and this engine cannot')
+        if text and (ids := engine.encode(text)) is not None and list(ids) != c.ids: o.reasons.append(f'reads prompt {n+1} as other token ids: {list(ids)[:8]}, not {c.ids[:8]}')
+
+
 
 # %% ../nbs/33_closed_loop.ipynb #aac60c93
 def compare_tokens(
@@ -324,7 +328,7 @@ def compare_kl(
     o.kl, o.kl_bound, o.kl_tokens = kl/n, engine.tol**2/2 if engine.exact else 4*own/n + 1e-6, n
     if not o.kl <= o.kl_bound: o.reasons.append(f'KL divergence is {o.kl:.3g} nats a token, allowed {o.kl_bound:.3g}')
 
-# %% ../nbs/33_closed_loop.ipynb #95f16b5c
+# %% ../nbs/33_closed_loop.ipynb #c37959d1
 def judge(
     engine:Engine, # Loaded
     ref:Reference, # The yardstick
@@ -337,7 +341,7 @@ def judge(
     o = Outcome(engine.name, engine.version(), engine.exact, loaded=True)
     dump = isinstance(engine, Command) and engine.kind == 'logits'
     steps = [lambda: compare_dump(o, engine, ref, cases)] if dump else [
-        lambda: compare_text(o, engine, cases), lambda: compare_logprobs(o, engine, ref, cases),
+        lambda: compare_text(o, engine, ref, cases), lambda: compare_logprobs(o, engine, ref, cases),
         lambda: compare_kl(o, engine, ref, windows), lambda: compare_tokens(o, engine, ref, cases, say)]
     for step in steps:
         step()
@@ -345,7 +349,7 @@ def judge(
     o.verdict = 'structural' if o.reasons else 'near-tie' if o.forks else 'identical'
     return o
 
-# %% ../nbs/33_closed_loop.ipynb #b915b18b
+# %% ../nbs/33_closed_loop.ipynb #f3940bf2
 def run_engine(
     engine:Engine, # From `find_engines`, or your own
     dir, # The export directory
@@ -363,6 +367,7 @@ def run_engine(
         engine.load(dir)
         loaded = True
         o = judge(engine, ref, cases, windows, say, enough)
+    except Unfit as e: o = Outcome(engine.name, engine.version(), engine.exact, verdict='not run', reasons=[str(e)])
     except Exception as e:
         said = str(e).strip().splitlines()[:1]
         said = ' '.join(([] if isinstance(e, (UserError, EngineError)) else [f'{type(e).__name__}:']) + said)
@@ -375,7 +380,7 @@ def run_engine(
 # %% ../nbs/33_closed_loop.ipynb #56ba8dcd
 RANK = ('identical', 'near-tie', 'structural')
 
-# %% ../nbs/33_closed_loop.ipynb #e9736a83
+# %% ../nbs/33_closed_loop.ipynb #7f521be2
 @dataclass
 class Report:
     "Everything `verify` found out"
@@ -385,21 +390,22 @@ class Report:
     cases:list[Case]
     engines:list[Outcome]
     held_out:str # What the KL divergence was measured on
+    asked:bool=False # Were the engines named? Then each of them has to have an answer
 
     @property
     def verdict(self)->str:
         "The worst of the engines that ran; structural if a check of the files failed"
         if not all(c['ok'] for c in self.checks.values()): return 'structural'
-        return max((e.verdict for e in self.engines if e.verdict in RANK), key=RANK.index)
+        return max((e.verdict for e in self.engines if e.verdict in RANK), key=RANK.index, default='not run')
 
     @property
-    def ok(self)->bool: return self.verdict in ('identical', 'near-tie')
+    def ok(self)->bool: return self.verdict in ('identical', 'near-tie') and not (self.asked and any(e.verdict == 'not run' for e in self.engines))
 
     def to_dict(self)->dict:
         "For `--json`: plain numbers, strings and lists; what is not finite becomes None"
         engines = [{k:v for k,v in asdict(e).items() if k not in ('errors', 'top')} | dict(identical_up_to=e.up_to) for e in self.engines]
         for e,d in zip(self.engines, engines): d['forks'] = [asdict(f) | dict(near_tie=f.near_tie) for f in e.forks]
-        return _finite(dict(verdict=self.verdict, run=self.run, dir=self.dir, checks=self.checks, held_out=self.held_out,
+        return _finite(dict(verdict=self.verdict, ok=self.ok, run=self.run, dir=self.dir, checks=self.checks, held_out=self.held_out,
             prompts=[dict(text=c.text, ids=c.ids, tokens=c.tokens) for c in self.cases], engines=engines))
 
 # %% ../nbs/33_closed_loop.ipynb #323232f8
@@ -577,7 +583,7 @@ def _guard(f, *args):
     try: return f(*args)
     except UserError as e: return [str(e)]
 
-# %% ../nbs/33_closed_loop.ipynb #c27c3964
+# %% ../nbs/33_closed_loop.ipynb #ab493af2
 def verify(
     run, # A run directory, or a pair (model, tokenizer)
     dir, # What `export` wrote
@@ -603,12 +609,15 @@ def verify(
         faults = dict(config=lambda: config_faults(ref.cfg, tokenizer, dir), tensors=lambda: tensor_faults(ref.cfg, dir),
             weights=lambda: _weight_faults(ref, dir), tokenizer=lambda: _tokenizer_faults(tokenizer, dir))
         found = {n: _guard(faults[n]) for n in checks}
-        r = Report('' if isinstance(run, tuple) else str(run), str(dir), {n: dict(ok=not f, faults=f, note='' if f else _note(ref.cfg, n, dir)) for n,f in found.items()}, cases, [], source)
+        r = Report('' if isinstance(run, tuple) else str(run), str(dir), {n: dict(ok=not f, faults=f, note='' if f else _note(ref.cfg, n, dir)) for n,f in found.items()}, cases, [], source, engines is not None)
         for n,e in enumerate(chosen):
-            for later in chosen[n+1:n+2]:
-                if hasattr(later, 'start'): later.start()
+            later = chosen[n+1:n+2]
+            shared = [x for x in later if isinstance(e, Remote) and e.shares(x)]
+            for x in later:
+                if hasattr(x, 'start') and not shared: x.start()
             say(f'{e.name}: running')
-            r.engines.append(run_engine(e, dir, ref, cases, windows, say))
+            r.engines.append(run_engine(e, dir, ref, cases, windows, say, close=not shared))
+            for x in shared: e.hand_over(x)
     finally:
         for e in chosen: e.close()
     return r
