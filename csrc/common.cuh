@@ -165,6 +165,11 @@ inline void check_launch(const char* name) {
     cudaError_t e = cudaGetLastError();
     STD_TORCH_CHECK(e == cudaSuccess, name, ": ", cudaGetErrorString(e));
 }
+// Blocks of a grid: an error where a launch would fail, or wrap around and leave rows out
+inline unsigned grid_of(int64_t blocks, const char* name) {
+    STD_TORCH_CHECK(blocks < (int64_t(1) << 31), name, ": a grid holds 2^31 - 1 rows, got ", blocks, "; call it on parts");
+    return (unsigned)blocks;
+}
 inline bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
 
 // Division of a number below 2^31 by one that is known before the launch: a multiplication and a shift.

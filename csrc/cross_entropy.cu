@@ -314,7 +314,7 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& z_, const Tensor& target_
     if (!N) return {loss, stats};
     torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
     DISPATCH(z.scalar_type(), "cross_entropy", BY_CAP(cap, {
-        fwd_kernel<T, CAP><<<N, FWD_THREADS, 0, stream_of(z)>>>((const T*)z.const_data_ptr(), z.stride(0), target.const_data_ptr<int64_t>(), loss.mutable_data_ptr<float>(), (Lse*)stats.mutable_data_ptr(), V, ignore, (float)z_loss, (float)cap);
+        fwd_kernel<T, CAP><<<grid_of(N, "cross_entropy"), FWD_THREADS, 0, stream_of(z)>>>((const T*)z.const_data_ptr(), z.stride(0), target.const_data_ptr<int64_t>(), loss.mutable_data_ptr<float>(), (Lse*)stats.mutable_data_ptr(), V, ignore, (float)z_loss, (float)cap);
     }));
     check_launch("cross_entropy forward");
     return {loss, stats};
@@ -325,7 +325,7 @@ void backward(const Tensor& g, const Tensor& z, const Tensor& target_, const Ten
     const Tensor target = torch::stable::contiguous(target_), stats = torch::stable::contiguous(stats_);
     torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
     DISPATCH(z.scalar_type(), "cross_entropy", BY_CAP(cap, {
-        bwd_kernel<T, CAP><<<N, GRAD_THREADS, 0, stream_of(z)>>>(g.const_data_ptr<float>(), g.stride(0), (const T*)z.const_data_ptr(), z.stride(0), target.const_data_ptr<int64_t>(), (const Lse*)stats.const_data_ptr(), (T*)dz.mutable_data_ptr(), dz.stride(0), begin, z.size(1), ignore, (float)z_loss, (float)cap);
+        bwd_kernel<T, CAP><<<grid_of(N, "cross_entropy"), GRAD_THREADS, 0, stream_of(z)>>>(g.const_data_ptr<float>(), g.stride(0), (const T*)z.const_data_ptr(), z.stride(0), target.const_data_ptr<int64_t>(), (const Lse*)stats.const_data_ptr(), (T*)dz.mutable_data_ptr(), dz.stride(0), begin, z.size(1), ignore, (float)z_loss, (float)cap);
     }));
     check_launch("cross_entropy backward");
 }
@@ -347,7 +347,7 @@ Tensor loss_and_grad_(Tensor z, const Tensor& target_, const std::optional<Tenso
         cluster.id = cudaLaunchAttributeClusterDimension;
         cluster.val.clusterDim = {(unsigned)p.parts, 1, 1};
         cudaLaunchConfig_t c{};
-        c.gridDim = (unsigned)(N * p.parts); c.blockDim = p.threads; c.dynamicSmemBytes = p.bytes; c.stream = stream_of(z); c.attrs = &cluster; c.numAttrs = p.parts > 1;
+        c.gridDim = grid_of(N * p.parts, "cross_entropy"); c.blockDim = p.threads; c.dynamicSmemBytes = p.bytes; c.stream = stream_of(z); c.attrs = &cluster; c.numAttrs = p.parts > 1;
         cudaLaunchKernelEx(&c, kernel, (T*)z.mutable_data_ptr(), z.stride(0), target.const_data_ptr<int64_t>(), weight ? weight->const_data_ptr<float>() : (const float*)nullptr, loss.mutable_data_ptr<float>(), V, ignore, (float)z_loss, (float)cap, p.bytes / 16, p.parts);
     }));
     check_launch("cross_entropy fused");

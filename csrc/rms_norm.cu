@@ -340,7 +340,7 @@ template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tenso
         else if (vecs == 256) row(integral_constant<int, 128>());
         else if (vecs == 512) row(integral_constant<int, 256>());
         else if (vecs == 1024) row(integral_constant<int, 512>());
-        else if (!p.fast) fwd_any<T, ADD><<<rows, 256, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, D, (float)eps);
+        else if (!p.fast) fwd_any<T, ADD><<<grid_of(rows, "rms_norm"), 256, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, D, (float)eps);
         else if (p.wide && p.nv == 8) wide(integral_constant<int, 8>());
         else if (p.wide && p.nv == 4) wide(integral_constant<int, 4>());
         else if (p.wide) wide(two());
@@ -366,7 +366,7 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
         if (!p.fast) {
             part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
             Tensor rstd = torch::stable::new_empty(x, {rows}, ScalarType::Float);
-            bwd_any<T, ADD><<<rows, 256, 0, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)rstd.mutable_data_ptr(), rows, D, (float)eps);
+            bwd_any<T, ADD><<<grid_of(rows, "rms_norm"), 256, 0, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)rstd.mutable_data_ptr(), rows, D, (float)eps);
             dw_any<T><<<dim3(ceil_div(D, 128), parts), 128, 0, s>>>(pg, px, (const float*)rstd.const_data_ptr(), (float*)part.mutable_data_ptr(), rows, D);
         } else {
             auto launch = [&](auto kernel, int R, int stages) {

@@ -154,6 +154,12 @@ def test_beyond_two_to_the_31(D, dtype):
     assert torch.equal(dh[tail], grads(add_rms_norm, (x[tail], y[tail], w), z[tail], h[tail])[0])
 
 
+def test_more_rows_than_a_grid_holds():
+    "Refused in words, not launched in part"
+    w = torch.ones(1, device='cuda', dtype=BF16)
+    with pytest.raises(RuntimeError, match='a grid holds 2.31 - 1 rows, got 2147483648; call it on parts'): rms_norm(torch.empty(2**31, 1, device='cuda', dtype=BF16), w)
+
+
 @pytest.mark.parametrize('shape', [(0, 8), (2, 0, 3, 8), (3, 0), (0,)])
 def test_empty(shape):
     for dtype in DTYPES:
