@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import PICKLES, check_place, locked
+from .files import PICKLES, check_place, locked, no_file
 from .tensors import CODES, TensorFile, dtype_name, finite
 from .export import (DTYPES, KINDS, TENSOR_MAP, VERIFY_MARKS, check_target, check_vocab, export_hf, export_weights, hf_config, hf_shapes, model_card,
     parse_size, plan_shards, run_facts, stop_ids, tensor_map, unwrap, whole, _code, _one_or_list)
@@ -33,9 +33,9 @@ def _short(v)->str:
     return _repr.repr(v)
 
 def _regular(path:Path):
-    "A pipe would make us wait for ever"
+    "A pipe would make us wait for ever, and a link to nothing is not the same as no file"
     try:
-        if not path.is_file(): raise UserError(f'{path} is {"not a regular file" if path.exists() else "missing"}')
+        if not path.is_file(): raise UserError(f'{path} {no_file(path)}')
     except OSError as e: raise UserError(f'cannot read {path}: {e.strerror}') from None
 
 # %% ../nbs/31_import.ipynb #27838fb0
@@ -80,7 +80,7 @@ def _index(path:Path)->dict[Path,set[str]]:
     if not isinstance(m, dict) or not m or not all(isinstance(f, str) for f in m.values()): raise UserError(f'{path} has no weight_map from tensors to files')
     for f in sorted(set(m.values())):
         if not re.fullmatch(r'[\w-][\w. -]{0,80}\.safetensors', f): raise UserError(f'{path} names {_short(f)}; a shard is a .safetensors file in the same directory')
-        if not (path.parent/f).exists(): raise UserError(f'{path.parent/f} is missing, and {path.name} names it: a part of the weights was not copied')
+        if not (path.parent/f).is_file(): raise UserError(f'{path.parent/f} {no_file(path.parent/f)}, and {path.name} names it: a part of the weights was not copied')
     if left := sorted({p.name for p in path.parent.glob('model-*-of-*.safetensors')} - set(m.values())):
         raise UserError(f'{path.parent/left[0]} is not named by {path.name}: it is left over from another model, remove it')
     files = {}
@@ -94,9 +94,10 @@ def find_weights(
     "One file, or the shards of an index; anything left over or missing is refused by name"
     dir = Path(dir)
     one, index = dir/'model.safetensors', dir/'model.safetensors.index.json'
-    if one.exists() and index.exists(): raise UserError(f'{dir} has both {one.name} and {index.name}; one of them is left over, remove it')
-    if not one.exists() and not index.exists(): raise UserError(f'{dir} holds no model.safetensors{_instead(dir)}')
-    files = _index(index) if index.exists() else {one: None}
+    one_is, index_is = os.path.lexists(one), os.path.lexists(index)
+    if one_is and index_is: raise UserError(f'{dir} has both {one.name} and {index.name}; one of them is left over, remove it')
+    if not one_is and not index_is: raise UserError(f'{dir} holds no model.safetensors{_instead(dir)}')
+    files = _index(index) if index_is else {one: None}
     found = {}
     for file,names in files.items():
         head = TensorFile(file).tensors
@@ -132,8 +133,8 @@ def _theta(c, where)->float:
     thetas = {} if c.get('rope_theta') is None else {'rope_theta': _number(c, 'rope_theta', where)}
     for key in ('rope_parameters', 'rope_scaling'):
         if not (r := c.get(key)) : continue
-        plain = isinstance(r, dict) and r.get('rope_type', r.get('type', 'default')) == 'default' and not set(r)-{'rope_type', 'type', 'rope_theta'}
-        if not plain: raise UserError(f'{where}: {key} is {_short(r.get("rope_type", r.get("type", r)) if isinstance(r, dict) else r)}; xtrain has plain RoPE only')
+        kind = r.get('rope_type', r.get('type', 'default')) if isinstance(r, dict) else r
+        if kind != 'default' or set(r)-{'rope_type', 'type', 'rope_theta'}: raise UserError(f'{where}: {key} is {_short(r if kind == "default" else kind)}; xtrain has plain RoPE only')
         if 'rope_theta' in r: thetas[f'{key}.rope_theta'] = _number(r, 'rope_theta', where, f'{key}.rope_theta')
     if not thetas: raise UserError(f'{where} has no rope_theta, and engines differ in what they take instead')
     if len(set(thetas.values())) > 1: raise UserError(f'{where} names two RoPE bases: {", ".join(f"{k} {v}" for k,v in thetas.items())}')
@@ -161,16 +162,19 @@ def from_hf_config(
     arch, (qk_norm, qkv_bias), only = _FAMILIES[kind]
     if c.get('architectures') not in (None, [arch]): raise UserError(f'{where}: architectures is {_short(c["architectures"])}; for model_type {kind} only {arch} is supported')
     for key,ok in (_ONLY | only).items():
-        if c.get(key) not in ok: raise UserError(f'{where}: {key} is {_short(c[key])}; for model_type {kind} xtrain supports {"no "+key if ok[0] is None else json.dumps(ok[0])} only')
+        if c.get(key) not in ok: raise UserError(f'{where}: {key} is {_short(c[key])}; for model_type {kind} xtrain supports {"none" if ok[0] is None else json.dumps(ok[0])+" only"}')
     layers = c.get('layer_types')
     if layers is not None and (not isinstance(layers, list) or any(k != 'full_attention' for k in layers)): raise UserError(f'{where}: layer_types is {_short(layers)}; xtrain supports full_attention only')
     tied = c.get('tie_word_embeddings')
-    if tied not in (True, False, None): raise UserError(f'{where}: tie_word_embeddings is {_short(tied)}; it must be true or false')
+    if not (tied is None or isinstance(tied, bool)): raise UserError(f'{where}: tie_word_embeddings is {_short(tied)}; it must be true or false')
     c = _fill_in(c, kind)
     sizes = {ours: _size(c, key, where) for ours,key in _KEYS.items()}
     if 'rms_norm_eps' not in c: raise UserError(f'{where} has no rms_norm_eps')
+    if layers is not None and len(layers) != sizes['n_layers']: raise UserError(f'{where}: layer_types names {len(layers)} layers, num_hidden_layers is {sizes["n_layers"]}')
     try: return ModelConfig(**sizes, rope_theta=_theta(c, where), eps=_number(c, 'rms_norm_eps', where), tied=bool(tied), qk_norm=qk_norm, qkv_bias=qkv_bias)
-    except UserError as e: raise UserError(str(e) if str(where) in str(e) else f'{where}: {e}') from None
+    except UserError as e:
+        their = re.sub(r'\w+', lambda m: _KEYS.get(m[0], m[0]), str(e))     # num_attention_heads, not n_heads
+        raise UserError(str(e) if str(where) in str(e) else f'{where}: {their}') from None
 
 # %% ../nbs/31_import.ipynb #634bc73e
 def check_tensors(
@@ -184,6 +188,7 @@ def check_tensors(
     for name,(file,*_) in found.items():
         if name.endswith('.model.embed_tokens.weight'):
             raise UserError(f'{file}: tensor names begin with {_short(name[:-25])}, left by a wrapper (torch.compile, DDP); engines ignore such tensors and run on random weights: export the model inside the wrapper')
+    if 'embed_tokens.weight' in found: raise UserError(f'{found["embed_tokens.weight"][0]}: tensor names lack "model." in front: this is a {kind}Model, the trunk without its head; save the {kind}ForCausalLM')
     layers = len({m[1] for n in found if (m := re.match(r'model\.layers\.(\d+)\.', n))})
     if layers != cfg.n_layers: raise UserError(f'{where}: num_hidden_layers is {cfg.n_layers}, the weights hold {layers} layers')
     shapes, file = hf_shapes(cfg), next((f for f,*_ in found.values()), where)
@@ -254,7 +259,7 @@ def open_weights(
     if not path.is_dir():
         why = 'is not a directory' if path.exists() else 'does not exist'
         raise UserError(f'{path} {why}' + ('; only safetensors is read, a pickle can run any code' if path.suffix in PICKLES else ''))
-    if not (path/'config.json').exists(): raise UserError(f'{path} is neither a run nor a model directory: it has no config.json{_instead(path)}')
+    if not os.path.lexists(path/'config.json'): raise UserError(f'{path} is neither a run nor a model directory: it has no config.json{_instead(path)}')
     c = read_json(path/'config.json')
     return _open_run(path, tokenizer) if 'model' in c else _open_dir(path, c, tokenizer)
 
@@ -282,7 +287,7 @@ def _eos_named(dir:Path, cfg:ModelConfig)->dict[str,list[int]]:
     "Ids that end a text, as config.json and generation_config.json say"
     named = {}
     for name in ('config.json', 'generation_config.json'):
-        if not (dir/name).exists(): continue
+        if not os.path.lexists(dir/name): continue
         v = read_json(dir/name).get('eos_token_id')
         named[name] = [] if v is None else v if isinstance(v, list) else [v]
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < cfg.vocab_size for i in named[name]):
@@ -293,9 +298,9 @@ def _tokenizer(dir, cfg):
     "The tokenizer of a directory; `stop_ids` are all ids its files call the end"
     from xtrain.tokenizer import Tokenizer
     named = _eos_named(dir, cfg)
-    if not (dir/'tokenizer.json').exists(): raise UserError(f'{dir/"tokenizer.json"} is missing; copy it there (vocab.json and merges.txt are not read)')
-    for name in ('tokenizer.json', 'tokenizer_config.json'):
-        if (dir/name).exists(): _regular(dir/name)
+    if not os.path.lexists(dir/'tokenizer.json'): raise UserError(f'{dir/"tokenizer.json"} is missing; copy it there (vocab.json and merges.txt are not read)')
+    for name in ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'):
+        if os.path.lexists(dir/name): _regular(dir/name)
     tok = Tokenizer.load(dir)
     check_vocab(cfg, tok, tok.stop_ids)
     named['the tokenizer'] = [] if tok.eos_id is None else [tok.eos_id]
