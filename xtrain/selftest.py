@@ -294,7 +294,7 @@ class SelfTest:
         return _finite(dict(ok=self.ok, missed=self.missed, skipped=self.skipped, sound={o.engine: o.verdict for o in self.sound},
             faults={f: dict(files=self.files[f], engines={e: dict(state=s, why=w) for e,(s,w) in row.items()}) for f,row in self.cells.items()}))
 
-# %% ../nbs/33_selftest.ipynb #08871f69
+# %% ../nbs/33_selftest.ipynb #fe3a690a
 def selftest(
     run, # A run directory, or a pair (model, tokenizer)
     dir, # Its export
@@ -306,6 +306,7 @@ def selftest(
     faults:list[str]|None=None, # Keys of `CORRUPTIONS`; None takes all
     timeout:float=600., # Seconds an engine may take for one answer
     progress=None, # Called with a line of text now and then
+    text:str='', # Held-out text; empty takes the run's own
 )->SelfTest:
     "Plant each fault in a copy of `dir` and ask each engine, with no look at the files; the files' checks are asked apart"
     say = progress or (lambda s: None)
@@ -313,7 +314,7 @@ def selftest(
     try:
         for e in chosen[:1]:
             if hasattr(e, 'start'): e.start()
-        ref, cases, windows, _ = prepare_cases(run, dir, prompts, max_tokens, held_out, say)
+        ref, cases, windows, _ = prepare_cases(run, dir, prompts, max_tokens, held_out, say, text)
         if prompts is None: cases = cases[:2]+cases[3:4]
         sound = [run_engine(e, dir, ref, cases, windows, say, close=False) for e in chosen]
         chosen = [e for e,o in zip(asked, sound) if o.verdict != 'not run'] # one that cannot read this model at all

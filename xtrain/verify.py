@@ -6,8 +6,8 @@
 __all__ = ['RANK', 'MARKS', 'PROMPTS', 'CHECKS', 'as_exported', 'ulp_bf16', 'near_tie_bound', 'logprob_error', 'kl_nats',
            'qwen3_shapes', 'config_faults', 'tensor_faults', 'Case', 'Reference', 'Fork', 'first_fork', 'Outcome',
            'compare_text', 'compare_tokens', 'compare_logprobs', 'compare_dump', 'compare_kl', 'judge', 'run_engine',
-           'Report', 'show', 'write_card', 'picture', 'read_prompts', 'held_out_ids', 'openings', 'verify',
-           'pick_engines', 'prepare_cases']
+           'Report', 'show', 'write_card', 'picture', 'read_text_file', 'read_prompts', 'held_out_ids', 'openings',
+           'verify', 'pick_engines', 'prepare_cases']
 
 # %% ../nbs/33_closed_loop.ipynb #5fd73a26
 import copy, json, math, re, time
@@ -510,7 +510,20 @@ def picture(
 PROMPTS = ('Once upon a time', 'One day', 'The little')
 CHECKS = ('config', 'tensors', 'weights', 'tokenizer')
 
-# %% ../nbs/33_closed_loop.ipynb #0f8279d8
+# %% ../nbs/33_closed_loop.ipynb #74ef8437
+def read_text_file(
+    path, # UTF-8
+    limit:int=1<<20, # Bytes that are read
+)->str:
+    "The beginning of a text"
+    import codecs
+    try:
+        with open(path, 'rb') as f: text = codecs.getincrementaldecoder('utf-8-sig')().decode(f.read(limit)) # a character that the limit cuts is dropped
+    except UnicodeDecodeError as e: raise UserError(f'{path} is not UTF-8 (byte {e.start}); save it as UTF-8') from None
+    except OSError as e: raise UserError(f'cannot read {path}: {e.strerror.lower()}') from None
+    if not text.strip(): raise UserError(f'{path} holds no text')
+    return text
+
 def read_prompts(
     path, # UTF-8 text, one prompt a line; or .jsonl with strings or objects that have `prompt` or `text`
 )->list[str]:
@@ -583,7 +596,7 @@ def _guard(f, *args):
     try: return f(*args)
     except UserError as e: return [str(e)]
 
-# %% ../nbs/33_closed_loop.ipynb #ab493af2
+# %% ../nbs/33_closed_loop.ipynb #a31ba748
 def verify(
     run, # A run directory, or a pair (model, tokenizer)
     dir, # What `export` wrote
@@ -594,6 +607,7 @@ def verify(
     held_out:int=1024, # Tokens for the KL divergence
     timeout:float=600., # Seconds an engine may take for one answer
     progress=None, # Called with a line of text now and then
+    text:str='', # Held-out text; empty takes the run's own
 )->Report:
     "Load `dir` in independent engines and compare them with xtrain's own evaluation of `run`"
     say = progress or (lambda s: None)
@@ -604,7 +618,7 @@ def verify(
     try:
         ready = [e.start for e in chosen if hasattr(e, 'start')]
         for start in ready[:1]: start() # while it imports, we compute
-        ref, cases, windows, source = prepare_cases(run, dir, prompts, max_tokens, held_out, say)
+        ref, cases, windows, source = prepare_cases(run, dir, prompts, max_tokens, held_out, say, text)
         tokenizer = ref.tokenizer
         faults = dict(config=lambda: config_faults(ref.cfg, tokenizer, dir), tensors=lambda: tensor_faults(ref.cfg, dir),
             weights=lambda: _weight_faults(ref, dir), tokenizer=lambda: _tokenizer_faults(tokenizer, dir))
@@ -635,7 +649,7 @@ def pick_engines(engines, timeout=600.):
         if why := e.available(): raise UserError(why)
     return chosen
 
-# %% ../nbs/33_closed_loop.ipynb #7583803a
+# %% ../nbs/33_closed_loop.ipynb #b3114b78
 def prepare_cases(
     run, # A run directory, or a pair (model, tokenizer)
     dir, # What `export` wrote
@@ -643,6 +657,7 @@ def prepare_cases(
     max_tokens:int=40, # New tokens of each prompt
     held_out:int=1024, # Tokens for the KL divergence
     say=lambda s: None, # Called with a line of text now and then
+    text:str='', # Held-out text; empty takes the run's own
 )->tuple: # Reference, cases, windows of held-out text, and what they are in words
     "The yardstick, and what it says"
     if isinstance(run, tuple): (model, tokenizer), run = run, ''
@@ -650,7 +665,7 @@ def prepare_cases(
         from xtrain.hf import load_any
         model, tokenizer = load_any(run)
     ref = Reference(model, tokenizer, _stored(dir))
-    held = held_out_ids(run, 8*held_out) if run else []
+    held = tokenizer.encode(text)[:8*held_out] if text else held_out_ids(run, 8*held_out) if run else []
     if prompts is None: prompts = [*PROMPTS, *openings(held, tokenizer)]
     held, cases = held[:held_out], []
     for n,p in enumerate(prompts):
