@@ -287,12 +287,15 @@ def test_cuts_are_rare_and_exact():
 ASK = """import json, sys, warnings; warnings.simplefilter('ignore')
 import transformers; transformers.logging.set_verbosity(50)
 from transformers import AutoTokenizer
+try: from vllm.tokenizers import get_tokenizer
+except ImportError: get_tokenizer = None
 out = {}
 texts = json.load(open(sys.argv[1]))
 for dir in sys.argv[2:]:
     try: t = AutoTokenizer.from_pretrained(dir, local_files_only=True)
     except Exception as e: out[dir] = repr(e); continue
     with_, without = [t(s)['input_ids'] for s in texts], [t(s, add_special_tokens=False)['input_ids'] for s in texts]
+    if get_tokenizer: v = get_tokenizer(dir); assert [v.encode(s) for s in texts] == with_ and [v.encode(s, add_special_tokens=False) for s in texts] == without, dir
     out[dir] = dict(with_=with_, without=without, text=[t.decode(i) for i in without], eos=t.eos_token_id, template=t.chat_template)
 print(json.dumps(dict(version=transformers.__version__, out=out)))"""
 

@@ -97,6 +97,7 @@ def check_place(
     foreign=lambda to: None, # Takes what is there, and says why it may not be replaced, or None
 )->Path: # The same, links followed
     "Refuse a place before any work is done; an empty directory is free"
+    if not os.fspath(path): raise UserError('the path to write to is empty')
     to = Path(os.path.realpath(path))
     try:
         if to.exists() and to.is_dir() != folder: raise UserError(f'{path} is a file, not a directory' if folder else f'{path} is a directory; name the file to write')
@@ -106,7 +107,9 @@ def check_place(
         if not to.parent.is_dir(): raise UserError(f'{to.parent} is not a directory; create it first')
         if os.path.lexists(to) and not to.exists() or not to.name: raise UserError(f'{path} is no place for a {"directory" if folder else "file"}; choose another one')
     except OSError as e: raise UserError(f'cannot look at {path}: {e.strerror}') from None
-    if not os.access(to.parent, os.W_OK | os.X_OK): raise UserError(f'cannot write to {to.parent}: permission denied')
+    if not os.access(to.parent, os.W_OK | os.X_OK):
+        why = 'read-only file system' if os.statvfs(to.parent).f_flag & os.ST_RDONLY else 'permission denied'
+        raise UserError(f'cannot write to {to.parent}: {why}; choose another place')
     return to
 
 # %% ../nbs/12_files.ipynb #56927636
