@@ -278,7 +278,7 @@ template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) a
     load(first);
     a.tables();
     wait_for_previous();
-    a.prepare(smem, a.span == a.used - 1, sync);
+    a.prepare(smem, a.span == a.used - 1, sync, [](const T* from) { return load_fresh(from); });
     for (; a.cut < end; a.cut++) {
         load(a.cut + 1);
         a.add(smem, [](int kv) { if (kv) copy_wait<2>(); else copy_wait<3>(); }, [&](int n, int kv) { return tile(a.cut)[(2 * n + kv) * THREADS]; });

@@ -54,6 +54,23 @@ struct Attend {
     int B, H, Hkv, S, D, cuts;
     float eps, scale_log2;
 };
+// Answers of several spans in one, in the order of the keys
+struct Joined {
+    float m = -INFINITY, l = 0, x = 0;
+    __device__ __forceinline__ void take(const float (&w)[8], const float (&y)[8]) { // log2 of their weights, values
+        float top = m;
+#pragma unroll
+        for (int i = 0; i < 8; i++) top = fmaxf(top, w[i]);
+        if (top == -INFINITY) return;
+        const float by = exp2f(m - top);
+        l *= by, x *= by, m = top;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float by = exp2f(w[i] - top);
+            l += by, x = fmaf(by, y[i], x);
+        }
+    }
+};
 // A block's 256 threads take 64 keys (a cut) of one KV head at a time, for up to G of its query heads. D channels are spread over L lanes, 16 bytes each;
 // the keys over the groups of L lanes. Each SPAN cuts in a row leave one answer, and the last block of a KV head to be done joins the answers in the order
 // of the keys: the bits do not depend on how many rows there are.
@@ -62,7 +79,7 @@ template <class T, int G, int L, int SPAN> struct Attention {
     static_assert(KEYS >= 1);
     using V = Vec<T, E>;
     struct Shared { float ms[WARPS][G], ls[WARPS][G]; bool last; };
-    static size_t bytes(int D) { return (size_t)(G + 2) * D * sizeof(T) + (size_t)WARPS * G * D * 4; }
+    static HD size_t bytes(int D) { return (size_t)(G + 2) * D * sizeof(T) + (size_t)WARPS * G * D * 4; }
 
     Attend p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % L, sub = threadIdx.x / L, chunks = p.D / E, group = p.H / p.Hkv, slices = (group + G - 1) / G;
@@ -96,7 +113,8 @@ template <class T, int G, int L, int SPAN> struct Attention {
         if (p.q_gain) q_gain = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.q_gain) + lane * E)), k_gain = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.k_gain) + lane * E));
     }
     // Normed and turned queries into shared memory; the new key and value too, and into the cache, if `owner` has their cut
-    template <class Sync> __device__ __forceinline__ void prepare(unsigned char* smem, bool owner, Sync sync) {
+    // `load` reads 16 bytes of the projections
+    template <class Sync, class Load> __device__ __forceinline__ void prepare(unsigned char* smem, bool owner, Sync sync, Load load) {
         const int D = p.D;
         const bool on = lane < chunks, low = lane < chunks / 2;
         T* vecs = reinterpret_cast<T*>(smem);                                                    // [G + 2][D]: turned queries, new key, new value
@@ -104,7 +122,7 @@ template <class T, int G, int L, int SPAN> struct Attention {
             const bool is_q = i < heads, is_v = i == heads + 1;
             const int64_t o = ((int64_t)b * (p.H + 2 * p.Hkv) + (is_q ? h0 + i : p.H + hk + (is_v ? p.Hkv : 0))) * D + lane * E;
             uint4 x{};
-            if (on) x = load_fresh(static_cast<const T*>(p.qkv) + o);
+            if (on) x = load(static_cast<const T*>(p.qkv) + o);
             if (!is_v) {
                 if (p.q_gain) {
                     const uint4 gain{is_q ? q_gain.x : k_gain.x, is_q ? q_gain.y : k_gain.y, is_q ? q_gain.z : k_gain.z, is_q ? q_gain.w : k_gain.w};
@@ -191,8 +209,8 @@ template <class T, int G, int L, int SPAN> struct Attention {
                 for (int e = 0; e < E; e++) o[h][e] = fmaf(s[n][h], v[e], o[h][e]);
         }
     }
-    // The span's answer
-    template <class Sync> __device__ __forceinline__ void leave(unsigned char* smem, Shared& sh, Sync sync) {
+    // The span's answer: `to(in, row of [B, H], channel, value, log2 of its weight)` by all lanes of a warp, `in` where there is something
+    template <class Sync, class To> __device__ __forceinline__ void leave(unsigned char* smem, Shared& sh, Sync sync, To to) {
         const int D = p.D;
         const bool on = lane < chunks;
         float* os = reinterpret_cast<float*>(smem + (size_t)(G + 2) * D * sizeof(T));            // [WARPS][G][D]
@@ -206,15 +224,16 @@ template <class T, int G, int L, int SPAN> struct Attention {
             }
 #pragma unroll
         for (int h = 0; h < G; h++) {
-            if (on && lane < L)
+            if (on && lane < L) {
 #pragma unroll
                 for (int e = 0; e < E; e += 4) *reinterpret_cast<float4*>(os + (warp * G + h) * D + lane * E + e) = {o[h][e], o[h][e + 1], o[h][e + 2], o[h][e + 3]};
+            }
             if (lane == 0) sh.ms[warp][h] = top[h], sh.ls[warp][h] = sum[h];
         }
         sync();
-        float *part = p.part, *lse = p.part + (int64_t)p.B * p.H * p.cuts * D;
-        for (int e = threadIdx.x; e < heads * D; e += THREADS) {
-            const int h = e / D, d = e % D;
+        for (int e0 = 0; e0 < heads * D; e0 += THREADS) {
+            const bool in = e0 + (int)threadIdx.x < heads * D;
+            const int e = in ? e0 + threadIdx.x : 0, h = e / D, d = e % D;
             float m = -INFINITY, l = 0, x = 0;
 #pragma unroll
             for (int w = 0; w < WARPS; w++) m = fmaxf(m, sh.ms[w][h]);
@@ -224,14 +243,19 @@ template <class T, int G, int L, int SPAN> struct Attention {
                 const float by = exp2f(sh.ms[w][h] - base2);
                 l += by * sh.ls[w][h], x += by * os[(w * G + h) * D + d];
             }
-            x = l > 0 ? x / l : 0.f;
-            const int64_t row = (int64_t)b * p.H + h0 + h;
-            if (used == 1) static_cast<T*>(p.y)[row * D + d] = from_float<T>(x);
-            else {
-                part[(row * p.cuts + span) * D + d] = x;
-                if (d == 0) lse[row * p.cuts + span] = l > 0 ? m + log2f(l) : -INFINITY;
-            }
+            to(in, (int64_t)b * p.H + h0 + h, d, l > 0 ? x / l : 0.f, l > 0 ? m + log2f(l) : -INFINITY);
         }
+    }
+    template <class Sync> __device__ __forceinline__ void leave(unsigned char* smem, Shared& sh, Sync sync) {
+        float *part = p.part, *lse = p.part + (int64_t)p.B * p.H * p.cuts * p.D;
+        leave(smem, sh, sync, [&](bool in, int64_t row, int d, float x, float weight) {
+            if (!in) return;
+            if (used == 1) static_cast<T*>(p.y)[row * p.D + d] = from_float<T>(x);
+            else {
+                part[(row * p.cuts + span) * p.D + d] = x;
+                if (d == 0) lse[row * p.cuts + span] = weight;
+            }
+        });
     }
     // Say that it is there; the last joins them all
     template <class Sync> __device__ __forceinline__ void finish(Shared& sh, Sync sync) {
@@ -251,7 +275,7 @@ template <class T, int G, int L, int SPAN> struct Attention {
         for (int e = threadIdx.x; e < heads * D; e += THREADS) {
             const int h = e / D, d = e % D;
             const int64_t row = ((int64_t)b * p.H + h0 + h) * p.cuts;
-            float m = -INFINITY, l = 0, x = 0;
+            Joined all;
             for (int i0 = 0; i0 < used; i0 += 8) {                                               // eight at a time, all loads at once
                 float w[8], y[8];
 #pragma unroll
@@ -260,19 +284,9 @@ template <class T, int G, int L, int SPAN> struct Attention {
                     w[i] = in ? __ldcg(lse + row + i0 + i) : -INFINITY;
                     y[i] = in ? __ldcg(part + (row + i0 + i) * D + d) : 0.f;
                 }
-                float top = m;
-#pragma unroll
-                for (int i = 0; i < 8; i++) top = fmaxf(top, w[i]);
-                if (top == -INFINITY) continue;
-                const float by = exp2f(m - top);
-                l *= by, x *= by, m = top;
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const float by = exp2f(w[i] - top);
-                    l += by, x = fmaf(by, y[i], x);
-                }
+                all.take(w, y);
             }
-            static_cast<T*>(p.y)[(row / p.cuts) * D + d] = from_float<T>(x / l);
+            static_cast<T*>(p.y)[(row / p.cuts) * D + d] = from_float<T>(all.x / all.l);
         }
     }
 };

@@ -1,23 +1,27 @@
 // A whole step of decoding in one kernel: all layers and the head, one block on each multiprocessor, up to 8 rows in bfloat16, on Hopper.
 // One warp does nothing but fetch: it walks through the block's share of all weights in the order of their use, 16 KiB at a time, into a ring in
 // shared memory (bulk copies that report to a barrier), and runs ahead as far as the ring allows, most of a layer. It never waits for an activation.
-// Eight warps compute: they wait at a barrier of the whole grid where a layer needs what other blocks computed, five times a layer, and find their
-// weights there already. The tiles and the rounding are those of decode.cu.
+// Eight warps compute. There is no barrier between blocks, no fence and no counter: an activation says itself that it is there. Two neighbours are one
+// word; before a step every word is EMPTY, two NaNs that no conversion to bfloat16 yields, and a reader reads until it finds something else. Each layer
+// has its own activations, in two sets: a step works in one and empties the other for the next. What a cut of attention found goes the same way, with a
+// number beside each value that is new in every layer of every step.
+// Rounding is that of decode.cu.
 #include "decode.cuh"
 
 #ifdef __CUDACC__
 constexpr int PART = 1024, ROW = 2 * PART + 64, SLOT = 8 * ROW; // columns of a unit; bytes of its row (64 more, so that 8 rows lie in different banks); of a unit
 constexpr int PACE = 1600;                                       // see `Ring::pace`
+constexpr unsigned EMPTY = ~0u;
 
 struct Layer { const bf16 *attn_norm, *wq, *wk, *wv, *bq, *bk, *bv, *q_norm, *k_norm, *wo, *ffn_norm, *w_gate, *w_up, *w_down; bf16 *k, *v; };
 struct Whole {
     const Layer* layers;
     int n_layers, E, F, V, slots, work, pace;
-    const bf16 *final_norm, *head;
-    bf16 *x, *qkv, *mixed, *inner, *logits;
+    const bf16 *final_norm, *head, *x;
+    bf16 *flow, *logits;                                         // flow: [2][layers] of [B, (H + 2 Hkv) D], [B, H D], [B, E], [B, F], [B, E]
     float2* best;
     int* bad;
-    unsigned long long* arrived;                                 // blocks that have come to a barrier, ever
+    unsigned long long* count;                                   // blocks that have begun, ever
     Attend a;
 };
 
@@ -28,6 +32,31 @@ __device__ __forceinline__ void barrier_wait(unsigned bar, unsigned parity) {
     asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void compute_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); } // the eight computing warps
+
+// Words that other blocks write while this one looks
+__device__ __forceinline__ uint4 look16(const void* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ unsigned look4(const void* p) {
+    unsigned v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint2 look8(const void* p) {
+    unsigned long long v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return {(unsigned)v, (unsigned)(v >> 32)};
+}
+__device__ __forceinline__ void show4(void* p, unsigned v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void show8(void* p, unsigned v, unsigned tag) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"((unsigned long long)tag << 32 | v) : "memory"); }
+__device__ __forceinline__ bool empty(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY; } // one word of it
+// What a lane with an even channel and the next lane have, as one word, by all lanes of a warp
+__device__ __forceinline__ void show_pair(bool in, int channel, bf16* y, float v) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(v, __shfl_down_sync(~0u, v, 1));
+    if (in && channel % 2 == 0) show4(y, *reinterpret_cast<const unsigned*>(&pair));
+}
 // Where a ring stands: its next slot, and how often it has gone round
 struct Ring {
     unsigned full, empty;                                        // barriers, one of each for a slot
@@ -58,27 +87,17 @@ struct Ring {
         next();
     }
 };
-// The barrier of the grid, in two halves
-struct Grid {
-    unsigned long long *count, target;
-    __device__ __forceinline__ void arrive() { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(count) : "memory"); } // by one thread, for what its block has written
-    __device__ __forceinline__ void wait() {                                                                                                      // by all eight warps
-        if (threadIdx.x == 0) {
-            unsigned long long n;
-            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(n) : "l"(count) : "memory"); while (n < target);
-        }
-        target += gridDim.x;
-        compute_sync();
-    }
-};
 struct Product {
     const bf16 *gain, *w[3], *bias[3];
     int end[2], K, N;
-    const bf16* x;
+    const bf16 *x, *old;
     bf16* y;
+    bool x_there, old_there;                                     // written before this kernel began
 };
 template <int NT, int MODE> struct Tiles {
+    static constexpr bool NORM = MODE != ADD;
     static constexpr int OUT = MODE == SWIGLU ? NT / 2 : NT, LINE = NT * 8 + 8;
+    static constexpr int KS = NORM ? 1 : KEEP;                                 // units of x that are in registers at once
     // The producer's half of a product
     static __device__ __forceinline__ void fetch(Ring& ring, const Product& p, int lane) {
         const int groups = (p.N + 8 * OUT - 1) / (8 * OUT), parts = (p.K + PART - 1) / PART;
@@ -94,77 +113,95 @@ template <int NT, int MODE> struct Tiles {
                     ring.fetch(w + (int64_t)r * p.K + part * PART, max(0, min(8, p.N - n)), 2 * min(PART, p.K - part * PART), 2ll * p.K, ROW, lane);
                 }
     }
-    // The computing half; waits for the grid first, and arrives there in the end
-    static __device__ __forceinline__ void compute(Ring& ring, Grid& grid, const Product& p, const Whole& s, float* red, float (*squared)[8], bool wait) {
-        constexpr bool NORM = MODE != ADD;
-        constexpr int KS = NORM ? 1 : KEEP;                                    // of these products K is the width of the stream
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, K = p.K, B = s.a.B;
+    // The computing half
+    static __device__ __forceinline__ void compute(Ring& ring, const Product& p, const Whole& s, float*& red, float*& other, float (*squared)[8]) {
+        int thread = threadIdx.x, K = p.K;
+        asm volatile("" : "+r"(thread), "+r"(K));                              // unknown to the compiler, or what follows from them would be kept in registers through all layers
+        const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4, B = s.a.B;
         const int groups = (p.N + 8 * OUT - 1) / (8 * OUT), parts = (K + PART - 1) / PART;
         const auto column = [&](int part, int step) { return part * PART + (step * WARPS + warp) * 32 + t * 8; };
-        uint4 xs[KS][4], gains[KS][4];
-        const auto load_gains = [&](int p0) {
+        uint4 xs[KS][4], gains[4];
+        const auto load_gains = [&](int part) {
 #pragma unroll
-            for (int u = 0; u < KS; u++)
+            for (int i = 0; i < 4; i++) {
+                const int k = column(part, i);
+                gains[i] = k < K ? __ldg(reinterpret_cast<const uint4*>(p.gain + k)) : uint4{};
+            }
+        };
+        const auto load_tile = [&](uint4 (&to)[4], int part) {                 // out of the ring, whose place is free again at once
+            const unsigned char* from = ring.take() + g * ROW;
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int k = column(p0 + u, i);
-                    gains[u][i] = k < K ? __ldg(reinterpret_cast<const uint4*>(p.gain + k)) : uint4{};
-                }
+            for (int j = 0; j < 4; j++) to[j] = column(part, j) < K ? *reinterpret_cast<const uint4*>(from + ((j * WARPS + warp) * 32 + t * 8) * 2) : uint4{};
+            ring.give(lane);
         };
         const auto load_x = [&](int p0) {
+            bool missing = false;
 #pragma unroll
-            for (int u = 0; u < KS; u++)
+            for (int u = 0; u < KS; u++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int k = column(p0 + u, i);
-                    xs[u][i] = g < B && k < K ? load_fresh(p.x + (int64_t)g * K + k) : uint4{};
+                    xs[u][i] = g < B && k < K ? look16(p.x + (int64_t)g * K + k) : uint4{};
                 }
+            }
+            if (p.x_there) return;
+            do {
+                missing = false;
+#pragma unroll
+                for (int u = 0; u < KS; u++) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        if (empty(xs[u][i])) missing = true, xs[u][i] = look16(p.x + (int64_t)g * K + column(p0 + u, i));
+                    }
+                }
+            } while (__any_sync(~0u, missing));
         };
         float r = 0;
         const auto apply_norm = [&] {
-            if constexpr (NORM) {
+            if (NORM) {
 #pragma unroll
-                for (int u = 0; u < KS; u++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) xs[u][i] = normed<bf16>(xs[u][i], r, gains[u][i]);
+                for (int i = 0; i < 4; i++) xs[0][i] = normed<bf16>(xs[0][i], r, gains[i]);
             }
         };
-        if constexpr (NORM) load_gains(0);
-        if (wait) grid.wait();
-        if ((int)blockIdx.x < groups) {
-            load_x(0);
-            if constexpr (NORM) {
-                float ss = 0;
-                for (int p0 = 0; p0 < parts; p0 += KS) {
-                    if (p0) load_x(p0);
-#pragma unroll
-                    for (int u = 0; u < KS; u++)
-#pragma unroll
-                        for (int i = 0; i < 4; i++) ss += squares<bf16>(xs[u][i]);
-                }
-                ss = lane_sum(ss, 4);
-                if (t == 0) squared[warp][g] = ss;
-                compute_sync();
-                ss = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) ss += squared[w][g];
-                r = __frsqrt_rn(ss / K + s.a.eps);
-                if (parts > KS) load_x(0);
-                apply_norm();
-            }
-        }
-        bool have = true, finite = true;
+        bool have = true, finite = true;                                       // `have`: x is in registers, from its first column on
         float best = -INFINITY;
         int best_id = 0x7fffffff;
+        if (NORM) { load_gains(0); }
         for (int group = blockIdx.x; group < groups; group += gridDim.x) {
-            const int e = threadIdx.x, b = e / (8 * OUT), tile = e % (8 * OUT) / 8, n = group * 8 * OUT + e % (8 * OUT); // the output of this thread
+            const int e = thread, b = e / (8 * OUT), tile = e % (8 * OUT) / 8, n = group * 8 * OUT + e % (8 * OUT); // the output of this thread
             const bool mine = b < B && n < p.N;
-            float old = 0;
-            if (MODE == ADD && mine) old = one_fresh(p.y + (int64_t)b * p.N + n);
+            const bf16* old_at = MODE == ADD ? p.old + (int64_t)b * p.N + n - n % 2 : nullptr;
+            unsigned old = 0;
+            if (MODE == ADD && mine) old = look4(old_at);
+            float bias = 0;
+            if (MODE == STORE && mine) {
+                const bf16* from = n < p.end[0] ? p.bias[0] : n < p.end[1] ? p.bias[1] : p.bias[2];
+                if (from) bias = to_float(from[n < p.end[0] ? n : n < p.end[1] ? n - p.end[0] : n - p.end[1]]);
+            }
+            if (group == (int)blockIdx.x) {
+                load_x(0);
+                if (NORM) {
+                    float ss = 0;
+                    for (int part = 0; part < parts; part++) {
+                        if (part) load_x(part);
+#pragma unroll
+                        for (int i = 0; i < 4; i++) ss += squares<bf16>(xs[0][i]);
+                    }
+                    ss = lane_sum(ss, 4);
+                    if (t == 0) squared[warp][g] = ss;
+                    compute_sync();
+                    ss = 0;
+#pragma unroll
+                    for (int w = 0; w < WARPS; w++) ss += squared[w][g];
+                    r = __frsqrt_rn(ss / K + s.a.eps);
+                    if (parts > KS) load_x(0);
+                    apply_norm();
+                }
+            }
             float acc[NT][2] = {};
             for (int p0 = 0; p0 < parts; p0 += KS) {
                 if (!have) {
-                    if constexpr (NORM) load_gains(p0);
+                    if (NORM) { load_gains(p0); }
                     load_x(p0);
                     apply_norm();
                 }
@@ -174,11 +211,8 @@ template <int NT, int MODE> struct Tiles {
                     if (p0 + u >= parts) break;
 #pragma unroll
                     for (int i = 0; i < NT; i++) {
-                        const unsigned char* from = ring.take() + g * ROW;
                         uint4 w[4];
-#pragma unroll
-                        for (int j = 0; j < 4; j++) w[j] = column(p0 + u, j) < K ? *reinterpret_cast<const uint4*>(from + ((j * WARPS + warp) * 32 + t * 8) * 2) : uint4{};
-                        ring.give(lane);
+                        load_tile(w, p0 + u);
                         float sum[4][4] = {};                                  // four short chains instead of a long one
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
@@ -191,33 +225,35 @@ template <int NT, int MODE> struct Tiles {
                 }
             }
 #pragma unroll
-            for (int i = 0; i < NT; i++)
-                if (g < B) *reinterpret_cast<float2*>(red + (warp * 8 + g) * LINE + i * 8 + 2 * t) = {acc[i][0], acc[i][1]};
-            compute_sync();
-            const auto total = [&](int tile) {
-                float sum = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) sum += red[(w * 8 + b) * LINE + tile * 8 + e % 8];
-                return sum;
-            };
-            if (mine) {
-                float v = total(tile);
-                if (MODE == STORE) {
-                    const bf16* bias = n < p.end[0] ? p.bias[0] : n < p.end[1] ? p.bias[1] : p.bias[2];
-                    if (bias) v += to_float(bias[n < p.end[0] ? n : n < p.end[1] ? n - p.end[0] : n - p.end[1]]);
-                }
-                v = round_to<bf16>(v);
-                bf16* y = p.y + (int64_t)b * p.N + n;
-                if (MODE == STORE) *y = from_float<bf16>(v);
-                if (MODE == ADD) *y = from_float<bf16>(old + v);
-                if (MODE == SWIGLU) *y = from_float<bf16>(v / (1.f + expf(-v)) * round_to<bf16>(total(tile + OUT)));
-                if (MODE == LOGITS) {
-                    *y = from_float<bf16>(v);
-                    finite = finite && fabsf(v) < INFINITY;
-                    if (v > best) best = v, best_id = n;
-                }
+            for (int i = 0; i < NT; i++) {
+                if (g < B) *reinterpret_cast<float2*>(red + (g * WARPS + warp) * LINE + i * 8 + 2 * t) = {acc[i][0], acc[i][1]};
             }
-            if (MODE == LOGITS || group + (int)gridDim.x < groups) compute_sync();
+            compute_sync();
+            if (warp * 32 < 8 * OUT * B) {
+                const auto total = [&](int tile) {
+                    float sum = 0;
+#pragma unroll
+                    for (int w = 0; w < WARPS; w++) sum += red[(b * WARPS + w) * LINE + tile * 8 + e % 8];
+                    return sum;
+                };
+                float v = 0;
+                if (mine) {
+                    v = round_to<bf16>(total(tile) + (MODE == STORE ? bias : 0.f));
+                    if (MODE == ADD) {
+                        while (!p.old_there && old == EMPTY) old = look4(old_at);
+                        v += __bfloat162float(__ushort_as_bfloat16((unsigned short)(n % 2 ? old >> 16 : old)));
+                    }
+                    if (MODE == SWIGLU) v = v / (1.f + expf(-v)) * round_to<bf16>(total(tile + OUT));
+                    if (MODE == LOGITS) {
+                        p.y[(int64_t)b * p.N + n] = from_float<bf16>(v);
+                        finite = finite && fabsf(v) < INFINITY;
+                        if (v > best) best = v, best_id = n;
+                    }
+                }
+                if (MODE != LOGITS) show_pair(mine, n, p.y + (int64_t)b * p.N + n, v);
+            }
+            float* const swap = red;                                           // who comes here again has passed a `compute_sync` after this
+            red = other, other = swap;
         }
         if constexpr (MODE == LOGITS) {
             if (!finite) *s.bad = 1;
@@ -228,53 +264,60 @@ template <int NT, int MODE> struct Tiles {
                 if (v > best || (v == best && id < best_id)) best = v, best_id = id;
             }
             if (lane == 0 && warp < B) s.best[(int64_t)warp * gridDim.x + blockIdx.x] = {best, __int_as_float(best_id)};
-        } else if (8 * OUT * B <= 32) {                                        // only the first warp has written
-            if (warp == 0) {
-                __syncwarp();
-                if (lane == 0) grid.arrive();
-            }
-        } else {
-            compute_sync();
-            if (threadIdx.x == 0) grid.arrive();
         }
     }
 };
 #endif
 
-// 9 warps: eight compute, one fetches
-template <int G> __global__ void __launch_bounds__(THREADS + 32, 1) whole_kernel(const __grid_constant__ Whole s) {
+// 12 warps: eight compute; of the four others one fetches, and their registers go to the eight
+constexpr int ALL = THREADS + 128;
+template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __grid_constant__ Whole s) {
 #if __CUDA_ARCH__ / 100 == 9
     using A = Attention<bf16, G, 16, 1>;
     extern __shared__ __align__(128) unsigned char smem[];
     __shared__ __align__(8) unsigned long long bars[2][16];
     __shared__ float squared[WARPS][8];
+    __shared__ unsigned long long ticket;
     __shared__ typename A::Shared at_shared;
-    const int lane = threadIdx.x % 32, E = s.E, QD = s.a.H * s.a.D, KD = s.a.Hkv * s.a.D;
+    const int lane = threadIdx.x % 32, E = s.E, F = s.F, B = s.a.B, QD = s.a.H * s.a.D, KD = s.a.Hkv * s.a.D;
     if (threadIdx.x < 2 * s.slots) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(&bars[threadIdx.x % 2][threadIdx.x / 2])), "r"(threadIdx.x % 2 ? WARPS : 1) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     uint4* table = reinterpret_cast<uint4*>(smem + s.slots * SLOT + s.work);    // `layers`, where reading it takes no time
-    for (int i = threadIdx.x; i < s.n_layers * (int)(sizeof(Layer) / 16); i += THREADS + 32) table[i] = __ldg(reinterpret_cast<const uint4*>(s.layers) + i);
+    for (int i = threadIdx.x; i < s.n_layers * (int)(sizeof(Layer) / 16); i += ALL) table[i] = __ldg(reinterpret_cast<const uint4*>(s.layers) + i);
     const Layer* layers = reinterpret_cast<const Layer*>(table);
     __syncthreads();
     Ring ring{shared(bars[0]), shared(bars[1]), smem, s.slots, 0, 0, s.pace};
-    unsigned char* work = smem + s.slots * SLOT;                               // [8][6][8][8] sums, or what attention needs
     int used = 0;
-    for (int b = 0; b < s.a.B; b++) used = max(used, s.a.at[b] / CUT + 1);
-    const int group = s.a.H / s.a.Hkv, heads = s.a.Hkv * ((group + G - 1) / G), items = s.a.B * heads * used;
+    for (int b = 0; b < B; b++) used = max(used, s.a.at[b] / CUT + 1);
+    const int group = s.a.H / s.a.Hkv, heads = s.a.Hkv * ((group + G - 1) / G), items = B * heads * used;
     const auto item = [&](A& a, int i) { return a.begin(i / (heads * used), i / used % heads, i % used); };
-    const auto layer = [&](const Layer& l, int which) {
+    const int64_t of_layer = (int64_t)B * (2 * QD + 2 * KD + 2 * E + F);
+    bf16* flow = s.flow;
+    const auto layer = [&](int i, int which) {
+        const Layer& l = layers[i];
+        bf16 *qkv = flow + i * of_layer, *mixed = qkv + B * (QD + 2 * KD), *between = mixed + B * QD, *inner = between + B * E, *out = inner + B * F;
+        const bf16* in = i ? out - of_layer : s.x;
         Product p{};
-        if (which == 0) p = {l.attn_norm, {l.wq, l.wk, l.wv}, {l.bq, l.bk, l.bv}, {QD, QD + KD}, E, QD + 2 * KD, s.x, s.qkv};
-        if (which == 1) p = {nullptr, {l.wo}, {}, {}, QD, E, s.mixed, s.x};
-        if (which == 2) p = {l.ffn_norm, {l.w_gate, l.w_up}, {}, {}, E, s.F, s.x, s.inner};
-        if (which == 3) p = {nullptr, {l.w_down}, {}, {}, s.F, E, s.inner, s.x};
+        if (which == 0) p = {l.attn_norm, {l.wq, l.wk, l.wv}, {l.bq, l.bk, l.bv}, {QD, QD + KD}, E, QD + 2 * KD, in, nullptr, qkv, i == 0, true};
+        if (which == 1) p = {nullptr, {l.wo}, {}, {}, QD, E, mixed, in, between, false, i == 0};
+        if (which == 2) p = {l.ffn_norm, {l.w_gate, l.w_up}, {}, {}, E, F, between, nullptr, inner, false, true};
+        if (which == 3) p = {nullptr, {l.w_down}, {}, {}, F, E, inner, between, out, false, false};
         return p;
     };
-    const Product last{s.final_norm, {s.head}, {}, {}, E, s.V, s.x, s.logits};
+    const auto last = [&] { return Product{s.final_norm, {s.head}, {}, {}, E, s.V, flow + s.n_layers * of_layer - B * E, nullptr, s.logits, false, true}; };
     if (threadIdx.x >= THREADS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+        if (threadIdx.x >= THREADS + 32) return;
         for (int i = 0; i < s.n_layers; i++) {
             const Layer& l = layers[i];
-            Tiles<4, STORE>::fetch(ring, layer(l, 0), lane);
+            const int lines = (2 * E + 63) / 64, of = blockIdx.x + lane * gridDim.x; // the next layer's norms, on their way to where they are near
+            if (of < lines) {
+                const bool more = i + 1 < s.n_layers;
+                const int64_t c = of * 64;
+                const bf16* gain = c < E ? (more ? layers[i + 1].attn_norm : s.final_norm) + c : more ? layers[i + 1].ffn_norm + (c - E) : nullptr;
+                if (gain) asm volatile("prefetch.global.L2 [%0];" ::"l"(gain));
+            }
+            Tiles<4, STORE>::fetch(ring, layer(i, 0), lane);
             for (int n = blockIdx.x; n < items; n += gridDim.x) {
                 A a(s.a);
                 if (item(a, n)) {
@@ -284,74 +327,116 @@ template <int G> __global__ void __launch_bounds__(THREADS + 32, 1) whole_kernel
                     ring.fetch(l.v + o, 1, rows * s.a.D * 2, 0, 0, lane);
                 }
             }
-            Tiles<1, ADD>::fetch(ring, layer(l, 1), lane);
-            Tiles<6, SWIGLU>::fetch(ring, layer(l, 2), lane);
-            Tiles<1, ADD>::fetch(ring, layer(l, 3), lane);
+            Tiles<1, ADD>::fetch(ring, layer(i, 1), lane);
+            Tiles<6, SWIGLU>::fetch(ring, layer(i, 2), lane);
+            Tiles<1, ADD>::fetch(ring, layer(i, 3), lane);
         }
-        ring.pace = 0;                                                         // no barrier in the head: as fast as memory can
-        Tiles<4, LOGITS>::fetch(ring, last, lane);
+        ring.pace = 0;                                                         // no waiting in the head: as fast as memory can
+        Tiles<4, LOGITS>::fetch(ring, last(), lane);
         return;
     }
-    Grid grid{s.arrived, 0};
-    if (threadIdx.x == 0) {                                                    // nobody is past the first barrier before all have come to it
-        unsigned long long n;
-        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(n) : "l"(s.arrived) : "memory");
-        grid.target = n - n % gridDim.x + gridDim.x;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+    if (threadIdx.x == 0) ticket = atomicAdd(s.count, 1ull) / gridDim.x;       // how many steps there were before
+    compute_sync();
+    const unsigned step = (unsigned)ticket;
+    {
+        const int64_t n = s.n_layers * of_layer;
+        uint4* const next = reinterpret_cast<uint4*>(flow + (step % 2 ? 0 : n));
+        for (int64_t i = blockIdx.x * THREADS + threadIdx.x; i < n / 8; i += gridDim.x * THREADS) next[i] = {EMPTY, EMPTY, EMPTY, EMPTY};
+        if (step % 2) flow += n;
     }
-    float* red = reinterpret_cast<float*>(work);
+    unsigned char* const work = smem + s.slots * SLOT;                         // what attention needs, then twice the sums of the warps
+    float *red = reinterpret_cast<float*>(work + A::bytes(s.a.D)), *other = red + WARPS * B * Tiles<6, SWIGLU>::LINE;
     for (int i = 0; i < s.n_layers; i++) {
         const Layer& l = layers[i];
-        Tiles<4, STORE>::compute(ring, grid, layer(l, 0), s, red, squared, i > 0);
-        bool waited = false;
+        Tiles<4, STORE>::compute(ring, layer(i, 0), s, red, other, squared);
         for (int n = blockIdx.x; n < items; n += gridDim.x) {
             A a(s.a);
-            a.p.k = l.k, a.p.v = l.v, a.p.q_gain = l.q_norm, a.p.k_gain = l.k_norm;
-            if (item(a, n)) {
-                a.tables();
-                if (!waited) grid.wait(), waited = true;
-                const unsigned char* tile[2];
-                const auto sync = [] { compute_sync(); };
-                a.prepare(work, a.cut == a.used - 1, sync);
-                a.add(work, [&](int kv) {
-                    if (kv) ring.give(lane);                                   // every lane has read its keys
-                    tile[kv] = ring.take();
-                }, [&](int n, int kv) { return *reinterpret_cast<const uint4*>(tile[kv] + ((n * A::SUBS + a.sub) * s.a.D + a.c * 8) * 2); });
-                ring.give(lane);
-                a.leave(work, at_shared, sync);
-                a.finish(at_shared, sync);
-                compute_sync();                                                // `work` is free again
-            }
+            a.p.k = l.k, a.p.v = l.v, a.p.q_gain = l.q_norm, a.p.k_gain = l.k_norm, a.p.qkv = flow + i * of_layer;
+            if (!item(a, n)) continue;
+            const int D = s.a.D;
+            bf16* const y = flow + i * of_layer + B * (QD + 2 * KD);
+            const bool owner = a.cut == a.used - 1;                            // has the new key, and joins what the others found
+            const unsigned tag = step * s.n_layers + i + 1;
+            char *const values = reinterpret_cast<char*>(s.a.part), *const weights = values + 8ll * B * s.a.H * s.a.cuts * D;
+            const unsigned char* tile[2];
+            const auto sync = [] { compute_sync(); };
+            a.tables();
+            a.prepare(work, owner, sync, [](const bf16* from) {
+                uint4 v;
+                do v = look16(from); while (empty(v));
+                return v;
+            });
+            a.add(work, [&](int kv) {
+                if (kv) ring.give(lane);                                       // every lane has read its keys
+                tile[kv] = ring.take();
+            }, [&](int n, int kv) { return *reinterpret_cast<const uint4*>(tile[kv] + ((n * A::SUBS + a.sub) * D + a.c * 8) * 2); });
+            ring.give(lane);
+            a.leave(work, at_shared, sync, [&](bool in, int64_t row, int d, float x, float weight) {
+                const int64_t cut0 = row * s.a.cuts;
+                if (!owner) {
+                    const auto bits = [](float f) { return __float_as_uint(f); };
+                    if (in) {
+                        show8(values + 8 * ((cut0 + a.cut) * D + d), bits(x), tag);
+                        if (d == 0) show8(weights + 8 * (cut0 + a.cut), bits(weight), tag);
+                    }
+                    return;
+                }
+                if (a.used > 1 && in) {
+                    Joined all;
+                    for (int i0 = 0; i0 < a.used; i0 += 8) {
+                        uint2 ws[8], ys[8];
+                        float w[8], y[8];
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            if (i0 + i >= a.cut) continue;
+                            ws[i] = look8(weights + 8 * (cut0 + i0 + i)), ys[i] = look8(values + 8 * ((cut0 + i0 + i) * D + d));
+                        }
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            w[i] = i0 + i == a.cut ? weight : -INFINITY, y[i] = i0 + i == a.cut ? x : 0.f;
+                            if (i0 + i >= a.cut) continue;
+                            while (ws[i].y != tag) ws[i] = look8(weights + 8 * (cut0 + i0 + i));
+                            while (ys[i].y != tag) ys[i] = look8(values + 8 * ((cut0 + i0 + i) * D + d));
+                            w[i] = __uint_as_float(ws[i].x), y[i] = __uint_as_float(ys[i].x);
+                        }
+                        all.take(w, y);
+                    }
+                    x = all.x / all.l;
+                }
+                show_pair(in, d, y + row * D + d, x);
+            });
         }
-        if (!waited) grid.wait();
-        compute_sync();
-        if (threadIdx.x == 0) grid.arrive();
-        Tiles<1, ADD>::compute(ring, grid, layer(l, 1), s, red, squared, true);
-        Tiles<6, SWIGLU>::compute(ring, grid, layer(l, 2), s, red, squared, true);
-        Tiles<1, ADD>::compute(ring, grid, layer(l, 3), s, red, squared, true);
+        Tiles<1, ADD>::compute(ring, layer(i, 1), s, red, other, squared);
+        Tiles<6, SWIGLU>::compute(ring, layer(i, 2), s, red, other, squared);
+        Tiles<1, ADD>::compute(ring, layer(i, 3), s, red, other, squared);
     }
-    Tiles<4, LOGITS>::compute(ring, grid, last, s, red, squared, true);
+    Tiles<4, LOGITS>::compute(ring, last(), s, red, other, squared);
 #endif
 }
 
-// All layers and the head: `layers` holds 16 addresses for each (see `Layer`), `best` [B, blocks, 2]; one block for each of `blocks`, at most one on a multiprocessor
-void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, Tensor& x, Tensor& qkv, Tensor& mixed, Tensor& inner, Tensor& logits, Tensor& best, Tensor& bad, Tensor& count,
-           const Tensor& cos, const Tensor& sin, const Tensor& k, const Tensor& v, const Tensor& at, const Tensor& pad, Tensor& part, Tensor& arrived, double eps) {
+// All layers and the head: `layers` holds 16 addresses for each (see `Layer`), `flow` [2, layers, ...] (see `Whole`) full of ones before the first step, `part` twice as
+// large as the chain's, `best` [B, blocks, 2]; one block for each of `blocks`, at most one on a multiprocessor
+void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, const Tensor& x, Tensor& flow, Tensor& logits, Tensor& best, Tensor& bad, Tensor& count,
+           const Tensor& cos, const Tensor& sin, const Tensor& k, const Tensor& v, const Tensor& at, const Tensor& pad, Tensor& part, int64_t heads, int64_t ffn, double eps) {
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     Whole s{};
-    s.layers = (const Layer*)layers.const_data_ptr(); s.n_layers = (int)layers.size(0); s.E = (int)x.size(1); s.F = (int)inner.size(1); s.V = (int)logits.size(1);
+    s.layers = (const Layer*)layers.const_data_ptr(); s.n_layers = (int)layers.size(0); s.E = (int)x.size(1); s.F = (int)ffn; s.V = (int)logits.size(1);
     s.final_norm = (const bf16*)final_norm.const_data_ptr(); s.head = (const bf16*)head.const_data_ptr();
-    s.x = (bf16*)x.mutable_data_ptr(); s.qkv = (bf16*)qkv.mutable_data_ptr(); s.mixed = (bf16*)mixed.mutable_data_ptr(); s.inner = (bf16*)inner.mutable_data_ptr(); s.logits = (bf16*)logits.mutable_data_ptr();
-    s.best = (float2*)best.mutable_data_ptr(); s.bad = (int*)bad.mutable_data_ptr(); s.arrived = (unsigned long long*)count.mutable_data_ptr();
-    s.a = attend_of(qkv, qkv, qkv, cos, sin, k, v, at, pad, part, arrived, mixed, eps);
+    s.x = (const bf16*)x.const_data_ptr(); s.flow = (bf16*)flow.mutable_data_ptr(); s.logits = (bf16*)logits.mutable_data_ptr();
+    s.best = (float2*)best.mutable_data_ptr(); s.bad = (int*)bad.mutable_data_ptr(); s.count = (unsigned long long*)count.mutable_data_ptr();
+    s.a = attend_of(x, x, x, cos, sin, k, v, at, pad, part, part, flow, eps);
+    s.a.H = (int)heads;
     const int group = s.a.H / s.a.Hkv, blocks = (int)best.size(1), sms = sm_count();
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 && s.a.B <= 8 && s.a.D <= 128 && blocks <= sms, "decode: a whole step takes up to 8 rows in bfloat16, head_dim up to 128, a block for each multiprocessor");
+    STD_TORCH_CHECK(flow.numel() == 2ll * s.n_layers * s.a.B * (2 * (s.a.H + s.a.Hkv) * s.a.D + 2 * s.E + s.F), "decode: `flow` has another size");
+    STD_TORCH_CHECK(part.numel() >= 2ll * s.a.B * s.a.H * s.a.cuts * (s.a.D + 1), "decode: `part` is too small");
     const auto go = [&](auto g) {
         constexpr int G = decltype(g)::value;
-        const size_t sums = 4 * WARPS * 8 * (6 * 8 + 8), attention = Attention<bf16, G, 16, 1>::bytes(s.a.D);
-        s.work = (int)(sums > attention ? sums : attention);
+        s.work = (int)(2 * 4 * WARPS * s.a.B * (6 * 8 + 8) + Attention<bf16, G, 16, 1>::bytes(s.a.D));
         const int table = s.n_layers * (int)sizeof(Layer);
         s.slots = (smem_limit() - 2048 - s.work - table) / SLOT;
-        if (s.slots > 12) s.slots = 12;
+        if (s.slots > 16) s.slots = 16;
         s.pace = PACE;
         STD_TORCH_CHECK(s.slots >= 3, "decode: not enough shared memory for a whole step");
         const int bytes = s.slots * SLOT + s.work + table;
@@ -360,7 +445,7 @@ void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, T
         together.id = cudaLaunchAttributeCooperative;                          // all blocks at once, or the barriers would wait for ever
         together.val.cooperative = 1;
         cudaLaunchConfig_t c{};
-        c.gridDim = dim3(blocks); c.blockDim = dim3(THREADS + 32); c.dynamicSmemBytes = bytes; c.stream = stream_of(x); c.attrs = &together; c.numAttrs = 1;
+        c.gridDim = dim3(blocks); c.blockDim = dim3(ALL); c.dynamicSmemBytes = bytes; c.stream = stream_of(x); c.attrs = &together; c.numAttrs = 1;
         cudaLaunchKernelEx(&c, whole_kernel<G>, s);
     };
     if (group <= 2) go(std::integral_constant<int, 2>{});
@@ -371,6 +456,6 @@ STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) { m.impl("whole", TORCH_BOX(&whole
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
-    m.def("whole(Tensor layers, Tensor final_norm, Tensor head, Tensor(a!) x, Tensor(b!) qkv, Tensor(c!) mixed, Tensor(d!) inner, Tensor(e!) logits, Tensor(f!) best, Tensor(g!) bad, Tensor(h!) count, "
-          "Tensor cos, Tensor sin, Tensor(i!) k, Tensor(j!) v, Tensor at, Tensor pad, Tensor(k!) part, Tensor(l!) arrived, float eps) -> ()");
+    m.def("whole(Tensor layers, Tensor final_norm, Tensor head, Tensor x, Tensor(a!) flow, Tensor(b!) logits, Tensor(c!) best, Tensor(d!) bad, Tensor(e!) count, "
+          "Tensor cos, Tensor sin, Tensor k, Tensor v, Tensor at, Tensor pad, Tensor(f!) part, int heads, int ffn, float eps) -> ()");
 }

@@ -62,7 +62,8 @@ class Decoder:
         self.whole = kernels('decode_whole', device.index) if small else None
         blocks = torch.cuda.get_device_properties(device).multi_processor_count*(1 if self.whole else 2)
         self.best, self.bad = new(rows, min(blocks, -(-c.vocab_size//32)), 2, dtype=f32), new(1, dtype=i32)
-        self.part, self.arrived = new(rows*H*-(-room//64)*(D+1), dtype=f32), new(rows*H, dtype=i32)
+        self.part, self.arrived = new((2 if self.whole else 1)*rows*H*-(-room//64)*(D+1), dtype=f32), new(rows*H, dtype=i32)
+        if self.whole: self.flow = torch.full((2, c.n_layers, rows, 2*(H+K)*D+2*c.dim+c.ffn_dim), -1, dtype=torch.int16, device=device)
         self.at, self.pad, self.none = new(rows, dtype=i32), new(rows, dtype=i32), new(0)
         self.ids, self.log, self.u = new(rows, dtype=torch.int64), new(rows, room, dtype=torch.int64), new(rows, room, dtype=torch.float64)
         self.cos, self.sin = model.rope_tables(0, room, device)
@@ -88,8 +89,8 @@ class Decoder:
     def step(self):
         "Launch the kernels of one token"
         c, o, x = self.cfg, self.ops, self.x
-        if self.whole: self.whole.whole(self.table, self.final_norm, self.head, x, self.qkv, self.mixed, self.inner, self.logits, self.best, self.bad, self.count,
-            self.cos, self.sin, self.kv.k[0], self.kv.v[0], self.at, self.pad, self.part, self.arrived, c.eps)
+        if self.whole: self.whole.whole(self.table, self.final_norm, self.head, x, self.flow, self.logits, self.best, self.bad, self.count,
+            self.cos, self.sin, self.kv.k[0], self.kv.v[0], self.at, self.pad, self.part, c.n_heads, c.ffn_dim, c.eps)
         else: self._chain(c, o, x)
         if self.how[0]: self._draw()
         o.advance(self.none if self.how[0] else self.best, self.ids, self.embed, self.log, self.at, x)
