@@ -533,7 +533,7 @@ def test_which_engine(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=why): P.find_engines([spec])
     (tmp_path/'empty'/'bin').mkdir(parents=True); (tmp_path/'empty'/'bin'/'python').write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n'); (tmp_path/'empty'/'bin'/'python').chmod(0o755)
     e, = P.find_engines([f'onnxruntime-genai={tmp_path}/empty'])
-    assert e.available() == f'onnxruntime-genai onnx_ir transformers torch is not installed for {tmp_path}/empty/bin/python; run {tmp_path}/empty/bin/python -m pip install onnxruntime-genai onnx_ir transformers torch'
+    assert e.available() == f'onnxruntime_genai is not installed for {tmp_path}/empty/bin/python; run {tmp_path}/empty/bin/python -m pip install onnxruntime-genai onnx_ir transformers torch'
     for prog,why in (('false', 'does not run as a Python: exit status 1'), ('echo', 'is no Python'), ('true', 'is no Python'), ('cat', 'does not run as a Python')):
         e, = P.find_engines([f'mlx-lm-f32={prog}'])
         assert why in e.available() and '\n' not in e.available(), prog
@@ -663,3 +663,70 @@ def test_other_kinds(tok, tmp_path, switches):
     export_hf(m, tok, tmp_path/'hf')
     r = run(tok, m, tmp_path/'hf', max_tokens=8)
     assert r.ok and r.engines[0].bit_equal and all(c['ok'] for c in r.checks.values()), V.show(r)
+
+# ---- what an engine cannot be asked ----------------------------------------------------------------------------------------
+
+def test_a_tokenizer_that_normalises(models, tok, tmp_path):
+    "No GGUF file has a normaliser: llama.cpp is asked about normalised text, and the report says so"
+    from xtrain.tokenizer import as_qwen2
+    m, tok = models['tied'][0], Tokenizer(as_qwen2(tok).to_str(), tok.eos_token)
+    export_hf(m, tok, tmp_path/'hf')
+    r = run(tok, m, tmp_path/'hf', prompts=['One day', 'cafe\u0301'], max_tokens=8, engines=['transformers-f32', 'llama.cpp-f32'])
+    assert r.ok and [e.verdict for e in r.engines] == ['identical']*2, V.show(r)
+    assert r.engines[0].notes == [] and r.engines[1].notes == ['prompt 2 was normalised for it: the tokenizer does that, and this engine cannot']
+    assert r.engines[1].notes[0] in V.show(r)
+
+def test_a_tokenizer_with_no_gguf(models, tok, tmp_path, monkeypatch):
+    "That is no fault of the export: not run, and why; but who asked for that engine got no answer"
+    d = json.loads(tok.json)
+    d['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': [{'type': 'Digits', 'individual_digits': False}, {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': True}]}
+    m, tok = models['tied'][0], Tokenizer(json.dumps(d), tok.eos_token)
+    export_hf(m, tok, tmp_path/'hf')
+    r = run(tok, m, tmp_path/'hf', max_tokens=4, engines=['transformers-f32', 'llama.cpp-f32'])
+    assert [e.verdict for e in r.engines] == ['identical', 'not run'] and r.verdict == 'identical' and r.asked and not r.ok
+    why, = r.engines[1].reasons
+    assert 'no name for how it splits text' in why and why in V.show(r) and json.loads(json.dumps(r.to_dict()))['ok'] is False
+    r.asked = False # as without --engine: whatever is installed, and can
+    assert r.ok
+    r = run(tok, m, tmp_path/'hf', max_tokens=4, engines=['llama.cpp-f32'])
+    assert r.verdict == 'not run' and not r.ok
+    faults = ['wrong theta', 'another EOS', 'truncated file']
+    s = S.selftest((m, tok), tmp_path/'hf', ['transformers-f32', 'llama.cpp-f32'], prompts=PROMPTS[:2], max_tokens=6, faults=faults)
+    assert s.ok and [list(row) for row in s.cells.values()] == [['transformers-f32']]*3 and 'llama.cpp-f32: the sound export is not run' in S.show_selftest(s)
+    assert not S.selftest((m, tok), tmp_path/'hf', ['llama.cpp-f32'], prompts=PROMPTS[:2], max_tokens=6, faults=faults).ok
+
+def test_text_of_ones_own(models, tok, tmp_path):
+    m, d = models['gqa']
+    (tmp_path/'t.txt').write_text('\ufeff' + TEXTS[-1]*3)
+    text = V.read_text_file(tmp_path/'t.txt')
+    assert text == TEXTS[-1]*3
+    r = run(tok, m, d, engines=['transformers-bf16'], max_tokens=2, text=text)
+    assert r.engines[0].kl_tokens == len(tok.encode(text)) and r.held_out == f'{len(tok.encode(text)):,} held-out tokens'
+    (tmp_path/'cut.txt').write_bytes('aé'.encode()*9)
+    assert V.read_text_file(tmp_path/'cut.txt', 5) == 'aéa' # a character cut by the limit is left out
+    for name,data,why in (('e', b' \n', 'no text'), ('b', b'ok\xff', 'byte 2'), ('none', None, 'no such file')):
+        if data: (tmp_path/name).write_bytes(data)
+        with pytest.raises(UserError, match=why): V.read_text_file(tmp_path/name)
+
+def test_one_process_for_two_dtypes(models, tok, monkeypatch):
+    "A program is imported once; what crashes is started again; another program or Python gets its own"
+    m, d = models['gqa']
+    a, b = P.Remote('llama.cpp-f32'), P.Remote('llama.cpp-bf16')
+    pids, load = [], P.Remote.load
+    def spy(e, dir): load(e, dir); pids.append(e.p.pid)
+    monkeypatch.setattr(P.Remote, 'load', spy)
+    r = V.verify((m, tok), d, PROMPTS[:1], 2, [a, b], held_out=16)
+    assert r.ok and len(set(pids)) == 1 and r.engines[0].logprob < r.engines[1].logprob and a.p is b.p is None and gone(pids[0])
+    assert not a.shares(P.Remote('transformers-f32')) and not a.shares(P.Remote('llama.cpp-bf16', sys.executable)) and not P.Remote('vllm-f32').shares(P.Remote('vllm-bf16'))
+    monkeypatch.setattr(b, 'load', lambda dir: load(b, dir)); a.p = None
+    a.hand_over(b); assert b.p is None # nothing to hand over: b will start its own
+
+def test_json_keeps_its_shape(models, tok):
+    "What scripts read: the keys are a promise"
+    m, d = models['gqa']
+    r = run(tok, m, d, engines=['transformers-f32', 'transformers-bf16'], max_tokens=4).to_dict()
+    assert set(r) == {'verdict', 'ok', 'run', 'dir', 'checks', 'held_out', 'prompts', 'engines'}
+    assert set(r['checks']) == set(V.CHECKS) and all(set(c) == {'ok', 'faults', 'note'} for c in r['checks'].values()) and all(set(p) == {'text', 'ids', 'tokens'} for p in r['prompts'])
+    assert all(set(e) == {'engine', 'version', 'exact', 'loaded', 'verdict', 'reasons', 'notes', 'tokens', 'forks', 'identical_up_to', 'logprob', 'logprob_bound', 'kl', 'kl_bound', 'kl_tokens', 'bit_equal', 'seconds'} for e in r['engines'])
+    f = V.Outcome('x', forks=[V.Fork(0, 1, 2, 3, math.inf, 0.)])
+    assert V.Report('', '', {}, [], [f], '').to_dict()['engines'][0]['forks'] == [dict(prompt=0, step=1, want=2, got=3, gap=None, bound=0., near_tie=False)]

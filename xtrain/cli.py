@@ -474,19 +474,20 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     """
     from pathlib import Path
     from xtrain import verify as v
+    from xtrain import selftest as s
+    if picture and not Path(picture).absolute().parent.is_dir(): raise UserError(f'--picture {picture}: there is no such directory') # said before the work
+    picture, planted = Path(picture or Path(run)/'verify.png'), None
     texts = v.read_prompts(prompts) if prompts else None
     text = v.read_text_file(held_out) if held_out else ''
     r = v.verify(run, dir, texts, max_tokens, list(engines) or None, timeout=timeout, progress=_status, text=text)
     _status('')
-    picture, planted = Path(picture or Path(run)/'verify.png'), None
     notes = [f'picture: {picture}']
     try: v.picture(r, picture)
-    except OSError as e: notes = [f'no picture: {explain(e)[0]}']
+    except (OSError, UserError) as e: notes = [f'no picture: {explain(e)[0]}']
     try: notes += [f'model card: {Path(dir)/"README.md"}'] if v.write_card(r, dir) else []
-    except OSError as e: notes.append(f'no table in the model card: {explain(e)[0]}')
+    except (OSError, UserError) as e: notes.append(f'no table in the model card: {explain(e)[0]}')
     if not as_json: click.echo('\n'.join([v.show(r), *notes]))
     if selftest:
-        from xtrain import selftest as s
         planted = s.selftest(run, dir, list(engines) or None, timeout=timeout, progress=_status, text=text)
         _status('')
         if not as_json: click.echo('\n' + s.show_selftest(planted))

@@ -9,7 +9,7 @@ __all__ = ['END', 'ADAPTERS', 'Engine', 'version_of', 'Transformers', 'LlamaCpp'
 # %% ../nbs/33_engines.ipynb #f753aaeb
 import contextlib, importlib.metadata, importlib.util, json, math, os, signal, sys
 
-# %% ../nbs/33_engines.ipynb #3aaa6878
+# %% ../nbs/33_engines.ipynb #33bb87fd
 END = -1 # In a list of tokens: here the engine ended the text, without saying with which id
 
 class Engine:
@@ -22,15 +22,15 @@ class Engine:
     fresh:bool = False # Does another directory need another process?
     gguf:str = '' # Weights it wants as a GGUF file of this type; empty: it reads the directory
     normal:bool = True # Does it normalise text where tokenizer.json says so?
-    module:str = '' # What Python must be able to import
+    module:str = '' # What Python must be able to import, itself first
     install:str = '' # What pip installs
     env:dict = {} # Environment that must be set before the import
     blind:dict = {} # Planted fault it cannot see -> why
     scratch:str = '' # A directory to write to; whoever starts the engine removes it
     def available(self)->str:
         "Empty, or why it cannot run here and what to do"
-        there = not self.module or importlib.util.find_spec(self.module)
-        return '' if there else f'{self.install} is not installed; pip install {self.install}'
+        lacks = [m for m in self.module.split() if not importlib.util.find_spec(m)]
+        return f'{lacks[0]} is not installed; pip install {self.install}' if lacks else ''
     def version(self)->str: return version_of(self.install.split()[0]) if self.install else ''
     def warm(self): "Import what `load` will need, while nobody waits"
     def load(self, dir): "Load an export directory, or a GGUF file; raise if it does not fit"; raise NotImplementedError
@@ -44,10 +44,10 @@ def version_of(dist:str)->str:
     try: return importlib.metadata.version(dist)
     except importlib.metadata.PackageNotFoundError: return ''
 
-# %% ../nbs/33_engines.ipynb #6ef6d48a
+# %% ../nbs/33_engines.ipynb #2f699810
 class Transformers(Engine):
     "transformers' own Qwen3 with eager attention, on the CPU, nothing from the network"
-    same_bits, module, install = True, 'transformers', 'transformers'
+    same_bits, module, install = True, 'transformers torch', 'transformers torch'
     env = dict(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false')
     def __init__(self, name:str, dtype:str): self.name, self.dtype, self.exact, self.tol = name, dtype, dtype == 'float32', 1e-4
 
@@ -164,10 +164,10 @@ class MlxLm(Engine):
         return np.array(self.model(mx.array([ids])).astype(mx.float32))[0]
     def encode(self, text): return self.tok.encode(text)
 
-# %% ../nbs/33_engines.ipynb #e514f5b0
+# %% ../nbs/33_engines.ipynb #0fcf871b
 class MistralRs(Engine):
     "mistral.rs (candle), float32 or bfloat16, one sequence at a time"
-    every, fresh, module, install = False, True, 'mistralrs', 'mistralrs numpy'
+    every, fresh, module, install = False, True, 'mistralrs numpy', 'mistralrs numpy'
     env = dict(MISTRALRS_CPU_KV_F32='1')
     def __init__(self, name:str, dtype:str): self.name, self.dtype, self.exact = name, dtype, dtype == 'float32'
 
@@ -233,10 +233,10 @@ class Vllm(Engine):
         return np.stack(out)
     def encode(self, text): return self.llm.get_tokenizer().encode(text)
 
-# %% ../nbs/33_engines.ipynb #3bb00a8e
+# %% ../nbs/33_engines.ipynb #2bef9bcf
 class CTranslate2(Engine):
     "CTranslate2 in float32, converted by its own converter"
-    module, install = 'ctranslate2', 'ctranslate2 transformers torch'
+    module, install = 'ctranslate2 transformers torch', 'ctranslate2 transformers torch'
     blind = {'another EOS': "its converter takes the end from tokenizer_config.json alone",
              'two ids swapped in the tokenizer': 'it has no tokenizer, and is given ids'}
     def __init__(self, name:str): self.name = name
@@ -260,10 +260,10 @@ class CTranslate2(Engine):
         import numpy as np
         return np.array(self.gen.forward_batch([ids]))[0]
 
-# %% ../nbs/33_engines.ipynb #b4cabc75
+# %% ../nbs/33_engines.ipynb #3ca35b0e
 class OnnxGenai(Engine):
     "onnxruntime-genai in float32, with the graph its model builder makes"
-    module, install = 'onnxruntime_genai', 'onnxruntime-genai onnx_ir transformers torch'
+    module, install = 'onnxruntime_genai onnx_ir transformers torch', 'onnxruntime-genai onnx_ir transformers torch'
     def __init__(self, name:str): self.name = name
 
     def load(self, dir):
@@ -352,7 +352,7 @@ def answer(
         said = str(x).strip().splitlines()
         return json.dumps(dict(error=f'{type(x).__name__}: {said[0] if said else ""}'[:500])).encode()+b'\n'
 
-# %% ../nbs/33_engines.ipynb #fdccfbc4
+# %% ../nbs/33_engines.ipynb #8b41cc93
 def serve(
     name:str, # A key of `ADAPTERS`
     requests:int, # File descriptor to read from
@@ -362,7 +362,7 @@ def serve(
     for fd in (requests, replies): os.set_inheritable(fd, False) # its children must not hold the pipes open
     e = ADAPTERS[name]
     os.environ.update(e.env)
-    if e.module: importlib.import_module(e.module)
+    for m in e.module.split()[:1]: importlib.import_module(m)
     e.warm()
     with os.fdopen(requests, 'rb') as take, os.fdopen(replies, 'wb') as give:
         for line in take:

@@ -106,7 +106,7 @@ def run_program(
     if code: raise EngineError(f'{cause(code)}: {last_words(b"".join(err).decode(errors="replace")) or "no word on stderr"}')
     return out.decode(errors='replace')
 
-# %% ../nbs/33_plugins.ipynb #c3879bef
+# %% ../nbs/33_plugins.ipynb #372d7afd
 class Remote(Engine):
     "An engine of `ADAPTERS` in a process of its own"
     def __init__(self,
@@ -121,12 +121,12 @@ class Remote(Engine):
     def available(self):
         if self.gguf and not importlib.util.find_spec('gguf'): return f'gguf is not installed, which makes the file that {self.name} reads; pip install "xtrain[gguf]"'
         if not self.python: return self.adapter.available()
-        code = f'import importlib.util, sys; print(sys.version_info >= (3, 9), bool(importlib.util.find_spec({self.module!r})))'
+        code = f'import importlib.util, sys; print(sys.version_info >= (3, 9), *[m for m in {self.module.split()!r} if not importlib.util.find_spec(m)])'
         try: said = run_program([self.python, '-c', code], min(self.timeout, 120.)).split()
         except EngineError as e: return f'{self.python} does not run as a Python: {e}'
-        if said[-2:-1] != ['True'] and said[-1:] not in (['True'], ['False']): return f'{self.python} is no Python'
-        if said[-2] != 'True': return f'{self.python} is older than Python 3.9'
-        return '' if said[-1] == 'True' else f'{self.install} is not installed for {self.python}; run {self.python} -m pip install {self.install}'
+        if said[:1] == ['False']: return f'{self.python} is older than Python 3.9'
+        if said[:1] != ['True']: return f'{self.python} is no Python'
+        return f'{said[1]} is not installed for {self.python}; run {self.python} -m pip install {self.install}' if said[1:] else ''
 
     def version(self): return self.said or ('' if self.python else self.adapter.version())
 
