@@ -105,8 +105,8 @@ def bench_generate(
                 except Exception as e: row['error'] = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
                 if getattr(f, 'note', None): row['note'] = f.note
                 r['rows'].append(row)
+                if gpu: torch.cuda.empty_cache(); torch._dynamo.reset() # or the next batch would be compiled for batches of any size
             del f
-            if gpu: torch.cuda.empty_cache(); torch._dynamo.reset()
     except KeyboardInterrupt: r['stopped'] = True
     return r
 
