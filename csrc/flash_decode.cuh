@@ -93,22 +93,30 @@ template <class T, int D> __global__ void __launch_bounds__(128) decode_kernel(c
         }
     }
 }
-// One block for each query; thread d has column d
-template <class T, int D> __global__ void __launch_bounds__(D) join_kernel(const Flash f, const float* part, const float* part_lse, int cuts) {
-    const int64_t row = blockIdx.x, bh = row / f.T;
-    const float *lse = part_lse + row * cuts, *x = part + row * cuts * D + threadIdx.x;
+// 32 columns of one query a block: each warp adds up its share of the cuts, and the warps' sums are added in their order
+template <class T, int D> __global__ void __launch_bounds__(1024) join_kernel(const Flash f, const float* part, const float* part_lse, int cuts) {
+    __shared__ float sums[32][32];
+    const int64_t row = blockIdx.x / (D / 32), bh = row / f.T;
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32, d = blockIdx.x % (D / 32) * 32 + lane, each = tiles_of(cuts, warps);
+    const float *lse = part_lse + row * cuts, *x = part + row * cuts * D + d;
     float top = -INFINITY, sum = 0, acc = 0;
-    for (int c = threadIdx.x % 32; c < cuts; c += 32) top = fmaxf(top, lse[c]);
+    for (int c = lane; c < cuts; c += 32) top = fmaxf(top, lse[c]);
     for (int w = 16; w; w >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
-    if (top > -INFINITY)
+    if (top > -INFINITY) {
+        for (int c = lane; c < cuts; c += 32) sum += __expf(lse[c] - top);
+        sum = lane_sum(sum, 32);
 #pragma unroll 8
-        for (int c = 0; c < cuts; c++) {
+        for (int c = warp * each; c < min(cuts, (warp + 1) * each); c++) {
             const float by = __expf(lse[c] - top);
-            sum += by;
-            if (by > 0) acc = fmaf(by, x[(int64_t)c * D], acc);
+            if (by > 0) acc = fmaf(by, x[(int64_t)c * D], acc); // what has no weight was not written
         }
-    if (threadIdx.x < f.D) f.o.at<T>(bh / f.H, bh % f.H)[row % f.T * f.o.n + threadIdx.x] = from_float<T>(sum > 0 ? acc / sum : 0.f);
-    if (threadIdx.x == 0) f.lse[row] = sum > 0 ? top + __logf(sum) : -INFINITY;
+    }
+    sums[warp][lane] = acc;
+    __syncthreads();
+    if (warp) return;
+    for (int w = 1; w < warps; w++) acc += sums[w][lane];
+    if (d < f.D) f.o.at<T>(bh / f.H, bh % f.H)[row % f.T * f.o.n + d] = from_float<T>(sum > 0 ? acc / sum : 0.f);
+    if (d == 0) f.lse[row] = sum > 0 ? top + __logf(sum) : -INFINITY;
 }
 inline int cuts_of(const Flash& f, int keys) { return std::max(1, tiles_of(f.S, keys)); }
 template <class T, int D> void decode(const Flash& f, cudaStream_t s) {
@@ -118,6 +126,6 @@ template <class T, int D> void decode(const Flash& f, cudaStream_t s) {
     allow_smem((const void*)decode_kernel<T, D>, bytes);
     float* lse = f.delta + (int64_t)f.B * f.H * f.T * cuts * D;
     decode_kernel<T, D><<<f.B * f.Hkv * cuts, 128, bytes, s>>>(f, f.delta, lse, cuts);
-    if (cuts > 1) join_kernel<T, D><<<f.B * f.H * f.T, D, 0, s>>>(f, f.delta, lse, cuts);
+    if (cuts > 1) join_kernel<T, D><<<f.B * f.H * f.T * (D / 32), 32 * std::min(32, pow2_at_least(ceil_div(cuts, 8))), 0, s>>>(f, f.delta, lse, cuts);
 }
 #endif
