@@ -1,6 +1,7 @@
 // repeat_kv: copy each KV head to its group of query heads, and the gradient: the sum over the group, in order, no atomics.
 // x is [B, Hkv, S, D] seen as [B*Hkv, S*D]; y is [B*Hkv*group, S*D]. Forward reads 1 and writes `group`; backward the reverse.
 #include "common.cuh"
+#include <type_traits>
 #include <algorithm>
 
 #ifdef __CUDACC__
@@ -24,20 +25,20 @@ template <class T, int VEC> __global__ void __launch_bounds__(THREADS) bwd_kerne
         const T* in = g + head * group * block + i;
         float s[VEC] = {};
         int r = 0;
-        for (; r + 4 <= group; r += 4) {                                               // four loads before the first addition
-            Vec<T, VEC> v[4];
+        const auto add = [&](auto Q) {                                                 // Q loads before the first addition
+            for (; r + Q.value <= group; r += Q.value) {
+                Vec<T, VEC> v[Q.value];
 #pragma unroll
-            for (int q = 0; q < 4; q++) v[q] = Vec<T, VEC>::load(in + (r + q) * block);
+                for (int q = 0; q < Q.value; q++) v[q] = Vec<T, VEC>::load(in + (r + q) * block);
 #pragma unroll
-            for (int q = 0; q < 4; q++)
+                for (int q = 0; q < Q.value; q++)
 #pragma unroll
-                for (int k = 0; k < VEC; k++) s[k] += v[q][k];
-        }
-        for (; r < group; r++) {
-            const Vec<T, VEC> v = Vec<T, VEC>::load(in + r * block);
-#pragma unroll
-            for (int k = 0; k < VEC; k++) s[k] += v[k];
-        }
+                    for (int k = 0; k < VEC; k++) s[k] += v[q][k];
+            }
+        };
+        add(std::integral_constant<int, 4>());
+        add(std::integral_constant<int, 2>());
+        add(std::integral_constant<int, 1>());
         Vec<T, VEC> out;
 #pragma unroll
         for (int k = 0; k < VEC; k++) out.set(k, s[k]);

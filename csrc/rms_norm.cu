@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS) fwd_kernel(const T* 
     const int64_t first = WIDE ? blockIdx.x : blockIdx.x * (int64_t)(groups * R) + (threadIdx.x >> shift), o = first * D + c;
     const auto live = [&](int k, int j) { return FULL || ((WIDE || first + k * groups < rows) && c + j * tpr * VEC < D); };
     const auto at = [&](int k, int j) { return k * groups * D + j * tpr * VEC; };
+    const auto write = [](const V& v, T* p) { if (NV * R <= 2) v.store(p); else v.store_once(p); }; // see fwd_row
     V v[R][NV], a[R][NV];
     float ss[R] = {};
 #pragma unroll
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS) fwd_kernel(const T* 
             if (ADD) {
 #pragma unroll
                 for (int i = 0; i < VEC / 2; i++) v[k][j].pair(i) = add_rn(v[k][j].pair(i), a[k][j].pair(i));
-                v[k][j].store_once(sum + o + at(k, j));
+                write(v[k][j], sum + o + at(k, j));
             }
 #pragma unroll
             for (int i = 0; i < VEC; i++) ss[k] += v[k][j][i] * v[k][j][i];
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS) fwd_kernel(const T* 
 #pragma unroll
         for (int k = 0; k < R; k++) if (live(k, j)) {
             v[k][j].repack();
-            normed(v[k][j], ss[k], wv).store_once(y + o + at(k, j));
+            write(normed(v[k][j], ss[k], wv), y + o + at(k, j));
         }
     }
 }

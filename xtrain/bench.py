@@ -66,6 +66,11 @@ def _seconds(f, device):
     if device.type == 'cuda': torch.cuda.synchronize(device)
     return max(1e-6, time.perf_counter()-start)
 
+def _kept_graphs():
+    "Compiled functions may otherwise give away memory of a graph that is run backward again and again"
+    from torch._functorch import config
+    return config.patch(donated_buffer=False)
+
 def median_ms(
     f, # Called without arguments, many times
     device:torch.device, # Where it computes
@@ -142,7 +147,9 @@ class Meter:
         need = [x for x in inputs if x.requires_grad]
         def forward(f):
             with torch.no_grad(): f(*inputs)
-        kept = {name: f(*inputs) for name, f in ways.items()}
+        with _kept_graphs(): # Their backward is compiled with them or when it first runs
+            kept = {name: f(*inputs) for name, f in ways.items()}
+            for y in kept.values(): torch.autograd.grad(y, need, grads, retain_graph=True)
         runs = (lambda name: forward(ways[name])), (lambda name: torch.autograd.grad(kept[name], need, grads, retain_graph=True))
         rows = [[name] for name in ways]
         for run, n in zip(runs, nbytes):
@@ -281,8 +288,9 @@ def measure(
         if name not in who and (name != 'torch' or case.step): continue # Torch's result is wanted in any case
         start = time.perf_counter()
         try:
-            for direction, f in prepare(name).items():
-                if name in who: f(); calls.setdefault(direction, {})[name] = f # What fails, fails here
+            with _kept_graphs():
+                for direction, f in prepare(name).items():
+                    if name in who: f(); calls.setdefault(direction, {})[name] = f # What fails, fails here
         except Exception as e:
             errors[name] = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
             for some in calls.values(): some.pop(name, None)
