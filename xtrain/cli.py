@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['POSITIVE', 'COUNT', 'ABOVE_0', 'main', 'PROMPT', 'DEVICE', 'JSON', 'Terminated', 'explain', 'App', 'Num', 'Whole']
 
-# %% ../nbs/41_cli.ipynb #8df59890
+# %% ../nbs/41_cli.ipynb #038f4a1c
 import errno, json, math, os, re, shlex, sys, threading, warnings
 from contextlib import contextmanager
 import click
 from . import __version__
 from .config import UserError
 
-# %% ../nbs/41_cli.ipynb #4c2f0465
+# %% ../nbs/41_cli.ipynb #1e3649f6
 class Terminated(KeyboardInterrupt): "SIGTERM, or SIGHUP: the terminal is gone"
 
 def explain(
@@ -49,7 +49,7 @@ def _drop_stdout():
     try: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError): pass
 
-# %% ../nbs/41_cli.ipynb #bcc55e22
+# %% ../nbs/41_cli.ipynb #6bc31d90
 @contextmanager
 def _told():
     "SIGTERM and SIGHUP end a command as Ctrl-C does, so that what is half written goes away"
@@ -178,7 +178,7 @@ def _options(section, *opts):
 
 def _o(*names, help, type=None, **kw): return names, dict(help=help, type=type, **kw)
 
-# %% ../nbs/41_cli.ipynb #a1c0ffee
+# %% ../nbs/41_cli.ipynb #2bf1b23f
 def _train_from(init, out, train):
     "Make a run of imported weights and train it; if training never begins, the run goes again"
     import shutil
@@ -193,7 +193,7 @@ def _train_from(init, out, train):
         if not read_config(out)['train']: shutil.rmtree(out)
         raise
 
-# %% ../nbs/41_cli.ipynb #26656abc
+# %% ../nbs/41_cli.ipynb #1b06486b
 @main.command('train', cls=_Sections)
 @_options('Run',
     _o('--out', metavar='RUN', help='Run directory to write.'),
@@ -414,7 +414,7 @@ def _gguf(model, file, dtype, overwrite, drop_normalizer, as_json):
     click.echo(f'{file}: {r["tensors"]} tensors, {r["params"]:,} parameters in {r["dtype"]}, {r["bytes"]:,} bytes; architecture {r["arch"]}, tokenizer {r["pre"]}')
     for n in r['notes']: click.echo(f'note: {n}')
 
-# %% ../nbs/41_cli.ipynb #07114b25
+# %% ../nbs/41_cli.ipynb #2eb6f90f
 @main.command('import')
 @click.argument('dir', metavar='DIR')
 @click.argument('run', metavar='RUN')
@@ -437,7 +437,7 @@ def _import(dir, run, overwrite, as_json):
     if as_json: return _print_json(dict(run=run, params=cfg.num_params(), model=cfg.to_dict()))
     click.echo(f'{run}: {cfg.num_params():,} parameters, step 0; go on with: xtrain train --resume --out {shlex.quote(run)} --data SOURCE')
 
-# %% ../nbs/41_cli.ipynb #77d21679
+# %% ../nbs/41_cli.ipynb #6a497da4
 @main.command('verify')
 @click.argument('run', metavar='RUN')
 @click.argument('dir', metavar='DIR')

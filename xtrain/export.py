@@ -7,7 +7,7 @@ __all__ = ['TENSOR_MAP', 'DTYPES', 'KINDS', 'VERIFY_MARKS', 'tensor_map', 'hf_sh
            'stop_ids', 'check_vocab', 'check_target', 'model_card', 'run_facts', 'export_weights', 'unwrap', 'whole',
            'export_hf']
 
-# %% ../nbs/31_export.ipynb #cb765421
+# %% ../nbs/31_export.ipynb #f1576d8e
 import json, math, os, re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -122,11 +122,11 @@ def stop_ids(
     if ids is None: ids = [tokenizer.eos_id] if tokenizer is not None and tokenizer.eos_id is not None else []
     return list(ids)
 
-# %% ../nbs/31_export.ipynb #ba0c43f5
+# %% ../nbs/31_export.ipynb #1c3c9816
 def check_vocab(cfg:ModelConfig, tokenizer, stop:list[int])->list[str]: # Notes
     "Every id of the tokenizer needs a row; rows without an id are allowed, and noted"
     n = tokenizer.vocab_size
-    if n > cfg.vocab_size: raise UserError(f'the tokenizer has {n} ids, the model {cfg.vocab_size} rows; train with --vocab-size {n} or more')
+    if n > cfg.vocab_size: raise UserError(f'{getattr(tokenizer, "where", "the tokenizer")} has {n} ids, the model {cfg.vocab_size} rows for them: it is not the tokenizer of this model')
     if bad := [i for i in stop if not 0 <= i < cfg.vocab_size]: raise UserError(f'stop id {bad[0]} is not one of the model\'s {cfg.vocab_size} rows')
     notes = [] if stop else ['the tokenizer has no end-of-text token: eos is null in every file, generation runs to its limit']
     return notes + ([f'{cfg.vocab_size-n} of {cfg.vocab_size} rows have no token; engines may pick them, they decode to nothing'] if n < cfg.vocab_size else [])
@@ -134,7 +134,7 @@ def check_vocab(cfg:ModelConfig, tokenizer, stop:list[int])->list[str]: # Notes
 # %% ../nbs/31_export.ipynb #b47d5f11
 _OURS = re.compile(r'(config|generation_config|tokenizer|tokenizer_config)\.json|README\.md|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json')
 
-# %% ../nbs/31_export.ipynb #d34a747d
+# %% ../nbs/31_export.ipynb #093863d3
 def check_target(
     dir, # Where an export shall go
     overwrite:bool=False, # May it replace an earlier export?
@@ -256,7 +256,7 @@ def export_weights(
         sizes = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
     return dict(dir=str(path), tensors=len(shapes), params=cfg.num_params(), files=sizes, notes=notes)
 
-# %% ../nbs/31_export.ipynb #0baaae27
+# %% ../nbs/31_export.ipynb #4dfab5bc
 def unwrap(model):
     "The `TinyTransformer` inside torch.compile's or DDP's wrapper; a `UserError` for what is neither"
     from xtrain.model import TinyTransformer
@@ -271,7 +271,7 @@ def whole(model:'TinyTransformer')->dict[str,Tensor]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
-# %% ../nbs/31_export.ipynb #315a3de7
+# %% ../nbs/31_export.ipynb #0ac54b83
 def export_hf(
     model, # A `TinyTransformer`; what torch.compile or DDP wrapped around it is taken off; after `fully_shard`, every rank calls and rank 0 writes
     tokenizer, # A `Tokenizer`, or None for weights alone

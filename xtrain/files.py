@@ -89,7 +89,7 @@ def _fsync(path):
         if e.errno != errno.EINVAL: raise # Some file systems cannot flush a folder
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #b1ace002
+# %% ../nbs/12_files.ipynb #ce6e7433
 def check_place(
     path, # Where a file or a directory shall be written
     overwrite:bool=False, # May it replace what is there?
@@ -143,7 +143,7 @@ def _exchange(a, b):
     except AttributeError: return False
     return r == 0
 
-# %% ../nbs/12_files.ipynb #eeec21a6
+# %% ../nbs/12_files.ipynb #8e28226d
 @contextmanager
 def new_dir(
     path, # Where the directory shall be; its parent exists
@@ -183,7 +183,7 @@ def locked(
     try: yield
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #7c8ed7fc
+# %% ../nbs/12_files.ipynb #d1ed52dd
 PICKLES = ('.pt', '.pth', '.bin', '.pkl', '.pickle', '.ckpt', '.distcp')
 
 _BYTES = {'F64': 8, 'F32': 4, 'F16': 2, 'BF16': 2, 'I64': 8, 'I32': 4, 'I16': 2, 'I8': 1, 'U8': 1, 'BOOL': 1, 'F8_E4M3': 1, 'F8_E5M2': 1} # Of a number; the library knows more

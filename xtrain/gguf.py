@@ -7,7 +7,7 @@ __all__ = ['GGUF_NAMES', 'LOOKS_LIKE_END', 'NORMAL', 'CONTROL', 'USER_DEFINED', 
            'gguf_name', 'gguf_arch', 'interleave', 'end_ids', 'token_list', 'merge_list', 'why_not', 'kind_of',
            'export_gguf']
 
-# %% ../nbs/32_gguf.ipynb #e8056b7e
+# %% ../nbs/32_gguf.ipynb #db990f8f
 import json, os
 from pathlib import Path
 import numpy as np, torch
@@ -166,11 +166,11 @@ def _add_tokenizer(w, tok, rows, pre, ends):
     w.add_add_bos_token(bool(tok.front)); w.add_add_eos_token(bool(tok.behind))
     if tok.chat_template: w.add_chat_template(tok.chat_template)
 
-# %% ../nbs/32_gguf.ipynb #9ef7ee7a
+# %% ../nbs/32_gguf.ipynb #cdfab9c8
 def _foreign(to):
     if not to.is_file() or to.open('rb').read(4) not in (b'GGUF', b''): return 'is no GGUF file'
 
-# %% ../nbs/32_gguf.ipynb #96bfb1c3
+# %% ../nbs/32_gguf.ipynb #1006a3c0
 def export_gguf(
     source, # A RUN, a DIR in Hugging Face's format, or a pair (model, tokenizer)
     path, # The file to write

@@ -8,7 +8,7 @@ __all__ = ['MAX_JSON', 'read_json', 'find_weights', 'from_hf_config', 'check_ten
            'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config', 'hf_shapes', 'model_card',
            'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap', 'whole']
 
-# %% ../nbs/31_import.ipynb #bd47ab39
+# %% ../nbs/31_import.ipynb #43b0fce4
 import json, os, re, reprlib, warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from .export import (DTYPES, KINDS, TENSOR_MAP, VERIFY_MARKS, check_target, chec
 _all_ = ['DTYPES', 'KINDS', 'TENSOR_MAP', 'VERIFY_MARKS', 'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config', 'hf_shapes', 'model_card',
     'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap', 'whole'] # Both directions can be had from here
 
-# %% ../nbs/31_import.ipynb #9955972d
+# %% ../nbs/31_import.ipynb #fc77bfc2
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 
@@ -66,7 +66,7 @@ def read_json(
     if not isinstance(d, dict): raise UserError(f'{path} is not a JSON object')
     return d
 
-# %% ../nbs/31_import.ipynb #53ab37b9
+# %% ../nbs/31_import.ipynb #d90dbbb3
 def _instead(dir:Path)->str:
     "What a directory without safetensors holds"
     for p in sorted(dir.iterdir()):
@@ -87,7 +87,7 @@ def _index(path:Path)->dict[Path,set[str]]:
     for name,f in m.items(): files.setdefault(path.parent/f, set()).add(name)
     return files
 
-# %% ../nbs/31_import.ipynb #05155ce5
+# %% ../nbs/31_import.ipynb #a59216b4
 def find_weights(
     dir, # Qwen3's, Qwen2's or Llama's
 )->dict[str,tuple[Path,str,tuple[int,...]]]: # File, dtype and shape of each tensor
@@ -106,7 +106,7 @@ def find_weights(
         found |= {n: (file, *e) for n,e in head.items()}
     return found
 
-# %% ../nbs/31_import.ipynb #f952a07a
+# %% ../nbs/31_import.ipynb #69e6d294
 _KEYS = dict(vocab_size='vocab_size', dim='hidden_size', n_layers='num_hidden_layers', n_heads='num_attention_heads', n_kv_heads='num_key_value_heads',
     head_dim='head_dim', ffn_dim='intermediate_size', max_seq_len='max_position_embeddings')
 
@@ -152,7 +152,7 @@ def _fill_in(c, kind):
         if not c.get('rope_parameters'): c.setdefault('rope_theta', 10_000.)
     return c
 
-# %% ../nbs/31_import.ipynb #468d1de3
+# %% ../nbs/31_import.ipynb #0de16c6b
 def from_hf_config(
     c:dict, # What config.json holds
     where='config.json', # Named in errors
@@ -176,7 +176,7 @@ def from_hf_config(
         their = re.sub(r'\w+', lambda m: _KEYS.get(m[0], m[0]), str(e))     # num_attention_heads, not n_heads
         raise UserError(str(e) if str(where) in str(e) else f'{where}: {their}') from None
 
-# %% ../nbs/31_import.ipynb #634bc73e
+# %% ../nbs/31_import.ipynb #b7754e31
 def check_tensors(
     cfg:ModelConfig, # What the config says
     found:dict[str,tuple[Path,str,tuple[int,...]]], # What `find_weights` found
@@ -249,7 +249,7 @@ def _same(found, where):
     if not all(torch.equal(a.read('lm_head.weight', i, i+step), b.read('model.embed_tokens.weight', i, i+step)) for i in range(0, shape[0], step)):
         raise UserError(f'{where}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight')
 
-# %% ../nbs/31_import.ipynb #a4ea5f40
+# %% ../nbs/31_import.ipynb #1e2fdd17
 def open_weights(
     path, # A run of `xtrain train`, or a directory in Qwen3's, Qwen2's or Llama's format
     tokenizer:bool=True, # Read the tokenizer too? It must be there then
@@ -282,7 +282,7 @@ def _open_run(run, tokenizer):
     number = int(step.name.removeprefix('step-'))
     return Weights(cfg, _reader({n: (file,) for n in have}, [(n, n, False) for n in have]), {'F32'}, Tokenizer.load(run) if tokenizer else None, run_facts(run, number))
 
-# %% ../nbs/31_import.ipynb #ca25ad9f
+# %% ../nbs/31_import.ipynb #d59016f0
 def _eos_named(dir:Path, cfg:ModelConfig)->dict[str,list[int]]:
     "Ids that end a text, as config.json and generation_config.json say"
     named = {}
@@ -360,7 +360,7 @@ def export_any(
     if lost: r['notes'].append(f'the weights were {lost[0]}, and rounding them to {dtype_name(dtype)} may change bits; export them in a dtype that holds {lost[0]} to keep them')
     return r
 
-# %% ../nbs/31_import.ipynb #05245058
+# %% ../nbs/31_import.ipynb #ba607294
 _RUN = {'config.json', 'tokenizer.json', 'chat_template.jinja', 'checkpoints', 'data', 'metrics.jsonl', 'loss.png', 'verify.png'} # What a run holds
 
 def import_to_run(
