@@ -319,7 +319,11 @@ struct Mma {
     static bool few(const Flash& f) { return f.T * f.group <= MAX_ROWS; }
     static int64_t scratch(const Flash& f) { // floats that the forward needs
         const int cuts = cuts_of(f, Cut<HEAD_DIM>::KEYS);
-        return few(f) && cuts > 1 ? (int64_t)f.B * f.H * f.T * cuts * (HEAD_DIM + 1) : 0;
+        if (few(f)) return cuts > 1 ? (int64_t)f.B * f.H * f.T * cuts * (HEAD_DIM + 1) : 0;
+#ifdef HOPPER
+        if (is_sm90()) return 1; // a counter
+#endif
+        return 0;
     }
     static int64_t backward_scratch(const Flash& f) {
 #ifdef HOPPER
@@ -330,7 +334,7 @@ struct Mma {
     template <class T> static void forward(const Flash& f, cudaStream_t s) {
         if (few(f)) return decode<T, HEAD_DIM>(f, s);
 #ifdef HOPPER
-        if (forward_sm90_run<T, HOPPER, HEAD_DIM, 128, HEAD_DIM == 64 ? 3 : 2>(f, s)) return; // three fit at 64; rows of small heads are short, and two waste less of them
+        if (forward_sm90_run<T, HOPPER, HEAD_DIM, 128, HEAD_DIM == 64 ? 3 : 2>(f, (int*)f.delta, s)) return; // three fit at 64; rows of small heads are short, and two waste less of them
 #endif
         auto* k = forward_kernel<T, HEAD_DIM, Z::FM, Z::FN, Z::FW>;
         constexpr int bytes = (Z::FM + 2 * Z::FN) * HEAD_DIM * 2;

@@ -1,6 +1,6 @@
 // Flash attention on Hopper (sm_90a): one warp copies tiles by TMA, two or three warpgroups of four warps multiply with wgmma straight from shared memory.
-// The blocks stay on the chip and take tile after tile, so the copies of the next one run under the last products of this one.
-// Each warpgroup asks for the next scores before it adds the last weights times values, and does its softmax while the tensor cores are at that;
+// The blocks stay on the chip and draw tile after tile from a counter; queries have two places in shared memory, so the next ones are there when these are done.
+// Each warpgroup asks for the next scores before it adds the last weights times values, and does its softmax while the tensor cores are at that, also from one tile of queries to the next;
 // and the warpgroups take turns at issuing, so that one's softmax falls into another's products.
 #pragma once
 #include "flash.cuh"
@@ -106,37 +106,48 @@ __device__ __forceinline__ Work work_of(int n, int B, int H, int section, int ti
     return {(tiles - 1 - r / heads) * rows, bh / H, bh % H};
 }
 
-// What a block takes each time: to and fro over the blocks, so that who got a heavy one before gets a light one now
-__device__ __forceinline__ int nth(int pick) { return pick * gridDim.x + (pick & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
-
 // D: columns in shared memory, 64 or 128; W: columns that are multiplied, the head's size rounded up to 32, 64, 96 or 128
+// `next`, 0 at the start, counts the tiles taken: a block that is done sooner takes more. Who takes which is of no account to the result.
 template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bounds__((WGS + 1) * 128, 1)
-    forward_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const Flash f, int section) {
+    forward_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const Flash f, int section, int* next) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int BM = 64 * WGS, NT = BN / 8, SLABS = D / 64, STAGES = 2, TILE = BN * D * 2;
+    constexpr int BM = 64 * WGS, NT = BN / 8, SLABS = D / 64, STAGES = 2, TILE = BN * D * 2, OWN = BM * D * 2;
     extern __shared__ char raw[];
-    __shared__ uint64_t bars[2 + 4 * STAGES];
-    const uint32_t q = (__cvta_generic_to_shared(raw) + 1023) & ~1023, k = q + BM * D * 2, v = k + STAGES * TILE;
-    const uint32_t bar = __cvta_generic_to_shared(bars), q_full = bar, q_free = bar + 8, k_full = bar + 16, k_free = k_full + 8 * STAGES, v_full = k_free + 8 * STAGES, v_free = v_full + 8 * STAGES;
+    __shared__ uint64_t bars[4 + 4 * STAGES];
+    __shared__ int4 item[2]; // whose queries lie in either place for Q: first query, row of the batch, head; last 0: there are no more
+    const uint32_t q = (__cvta_generic_to_shared(raw) + 1023) & ~1023, k = q + 2 * OWN, v = k + STAGES * TILE;
+    const uint32_t bar = __cvta_generic_to_shared(bars), q_full = bar, q_free = bar + 16, k_full = bar + 32, k_free = k_full + 8 * STAGES, v_full = k_free + 8 * STAGES, v_free = v_full + 8 * STAGES;
     const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, tiles = tiles_of(f.T, BM), all = tiles * f.B * f.H;
     if (threadIdx.x == 0) {
-        mbar_init(q_full, 1), mbar_init(q_free, WGS * 4);
+        for (int s = 0; s < 2; s++) mbar_init(q_full + 8 * s, 1), mbar_init(q_free + 8 * s, WGS * 128); // every thread that reads `item` arrives
         for (int s = 0; s < STAGES; s++) mbar_init(k_full + 8 * s, 1), mbar_init(k_free + 8 * s, WGS * 4), mbar_init(v_full + 8 * s, 1), mbar_init(v_free + 8 * s, WGS * 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
     }
     __syncthreads();
     if (wg == WGS) { // the copier
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 40 : 32)); // in all what the block was given: 384 times 168, 512 times 128
         if (threadIdx.x == WGS * 128) {
             int step = 0;
-            for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
+            for (int own = 0;; own++) {
+                const int n = atomicAdd(next, 1), at = own & 1;
+                const uint32_t full = q_full + 8 * at;
+                mbar_wait(q_free + 8 * at, (own >> 1 & 1) ^ 1);
+                if (n >= all) {
+                    item[at].w = 0;
+                    mbar_arrive(full);
+                    break;
+                }
                 const Work w = work_of(n, f.B, f.H, section, tiles, BM);
+                item[at] = {w.i0, w.b, w.h, 1};
                 const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
+                if (t.begin >= t.end) {
+                    mbar_arrive(full);
+                    continue;
+                }
                 const int hk = w.h / f.group;
-                mbar_wait(q_free, (pick & 1) ^ 1);
-                mbar_expect(q_full, BM * D * 2);
-                for (int s = 0; s < SLABS; s++) tma_load(q + s * BM * 128, &map_q, q_full, s * 64, w.i0, w.h, w.b);
+                mbar_expect(full, OWN);
+                for (int s = 0; s < SLABS; s++) tma_load(q + at * OWN + s * BM * 128, &map_q, full, s * 64, w.i0, w.h, w.b);
                 for (int jt = t.begin; jt < t.end; jt++, step++) {
                     const int at = step % STAGES, parity = (step / STAGES & 1) ^ 1;
                     mbar_wait(k_free + 8 * at, parity);
@@ -149,113 +160,148 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 240 : 160));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 232 : 160));
         const int row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
-        const uint32_t my_q = q + wg * 64 * 128;
         const int my_turn = 1 + wg, next_turn = 1 + (wg + 1) % WGS;
-        int step = 0; // K and V tiles used up
-        if (wg == WGS - 1) turn_give(1);
-        for (int pick = 0, n; (n = nth(pick)) < all; pick++) {
-            const Work w = work_of(n, f.B, f.H, section, tiles, BM);
-            const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
-            float o[1][W / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
-            uint32_t p[NT / 2][4];
-            auto scores = [&](int at) {
-                pin(s);
-                wgmma_fence();
+        float o[1][W / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
+        uint32_t p[NT / 2][4];
+        Work w;
+        Span t;
+        int own = -1, step = 0; // which tile of queries, how many K and V tiles used up
+        auto lse_at = [&](const Work& w, int y) { return f.lse + ((int64_t)w.b * f.H + w.h) * f.T + w.i0 + row0 + 8 * y + lane / 4; };
+        auto next_tile = [&] { // in which anything is seen; of the others the output is zero
+            for (;;) {
+                own++;
+                mbar_wait(q_full + 8 * (own & 1), own >> 1 & 1);
+                const int4 x = item[own & 1];
+                if (!x.w) return false;
+                w = {x.x, x.y, x.z};
+                t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
+                if (t.begin < t.end) return true;
+                mbar_arrive(q_free + 8 * (own & 1));
+                const float none[1][W / 8][4] = {}, by[1][2] = {};
+                store<T, W, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, none, by, lane);
+                for (int y = 0; y < 2; y++)
+                    if (lane % 4 == 0 && w.i0 + row0 + 8 * y + lane / 4 < f.T) *lse_at(w, y) = -INFINITY;
+            }
+        };
+        auto scores = [&](int at) {
+            const uint32_t my_q = q + (own & 1) * OWN + wg * 64 * 128;
+            pin(s);
+            wgmma_fence();
 #pragma unroll
-                for (int d = 0; d < W / 16; d++)
-                    Wgmma<T>::nt(s, matrix(my_q + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(k + at * TILE + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
-                wgmma_commit();
-            };
-            auto add_values = [&](int at) {
-                pin(o[0]);
-                wgmma_fence();
+            for (int d = 0; d < W / 16; d++)
+                Wgmma<T>::nt(s, matrix(my_q + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(k + at * TILE + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
+            wgmma_commit();
+        };
+        auto add_values = [&](int at) {
+            pin(o[0]);
+            wgmma_fence();
 #pragma unroll
-                for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(o[0], p[d], matrix(v + at * TILE + d * 16 * 128, BN * 128));
-                wgmma_commit();
-            };
-            auto softmax = [&](int j0) {
-                const bool mask = t.all_lo > j0 || t.all_hi < j0 + BN;
+            for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(o[0], p[d], matrix(v + at * TILE + d * 16 * 128, BN * 128));
+            wgmma_commit();
+        };
+        auto softmax = [&](int j0) {
+            const bool mask = t.all_lo > j0 || t.all_hi < j0 + BN;
 #pragma unroll
-                for (int y = 0; y < 2; y++) {
-                    if (mask) {
-                        const int i = w.i0 + row0 + 8 * y + lane / 4, j = j0 + lane % 4 * 2;
-                        const Run seen = i < f.T ? keys_of(f, w.b, i) : Run{0, 0};
-#pragma unroll
-                        for (int x = 0; x < NT; x++)
-#pragma unroll
-                            for (int e = 0; e < 2; e++)
-                                if (x * 8 + e < seen.lo - j || x * 8 + e >= seen.hi - j) s[x][2 * y + e] = -INFINITY;
-                    }
-                    float top = m[y];
-#pragma unroll
-                    for (int x = 0; x < NT; x++) top = fmaxf(top, fmaxf(s[x][2 * y], s[x][2 * y + 1]));
-                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                    const float base = top == -INFINITY ? 0.f : top * f.scale_log2;
-                    shrink[y] = exp2_fast(m[y] * f.scale_log2 - base);
-                    float sum = 0;
+            for (int y = 0; y < 2; y++) {
+                if (mask) {
+                    const int i = w.i0 + row0 + 8 * y + lane / 4, j = j0 + lane % 4 * 2;
+                    const Run seen = i < f.T ? keys_of(f, w.b, i) : Run{0, 0};
 #pragma unroll
                     for (int x = 0; x < NT; x++)
 #pragma unroll
-                        for (int e = 0; e < 2; e++) sum += s[x][2 * y + e] = exp2_fast(fmaf(s[x][2 * y + e], f.scale_log2, -base));
-                    m[y] = top, l[y] = l[y] * shrink[y] + sum;
+                        for (int e = 0; e < 2; e++)
+                            if (x * 8 + e < seen.lo - j || x * 8 + e >= seen.hi - j) s[x][2 * y + e] = -INFINITY;
                 }
-            };
-            auto round = [&] {
+                float top = m[y];
 #pragma unroll
-                for (int d = 0; d < NT / 2; d++)
+                for (int x = 0; x < NT; x++) top = fmaxf(top, fmaxf(s[x][2 * y], s[x][2 * y + 1]));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                const float base = top == -INFINITY ? 0.f : top * f.scale_log2;
+                shrink[y] = exp2_fast(m[y] * f.scale_log2 - base);
+                float sum = 0;
 #pragma unroll
-                    for (int i = 0; i < 4; i++) p[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
-            };
-            mbar_wait(q_full, pick & 1);
-            if (t.begin < t.end) {
-                mbar_wait(k_full + 8 * (step % STAGES), step / STAGES & 1);
-                scores(step % STAGES);
-                wgmma_wait<0>();
-                pin(s);
-                if (lane == 0) mbar_arrive(k_free + 8 * (step % STAGES));
-                softmax(t.begin * BN);
-                round();
-                for (int jt = t.begin + 1; jt < t.end; jt++, step++) {
-                    const int at = step % STAGES, next = (step + 1) % STAGES;
-                    mbar_wait(k_full + 8 * next, (step + 1) / STAGES & 1);
-                    turn_wait(my_turn);
-                    scores(next);
-                    mbar_wait(v_full + 8 * at, step / STAGES & 1);
-                    add_values(at);
-                    turn_give(next_turn);
-                    wgmma_wait<1>();
-                    pin(s);
-                    if (lane == 0) mbar_arrive(k_free + 8 * next);
-                    softmax(jt * BN);
-                    wgmma_wait<0>();
-                    pin(o[0]), pin(p);
-                    if (lane == 0) mbar_arrive(v_free + 8 * at);
+                for (int x = 0; x < NT; x++)
 #pragma unroll
-                    for (int x = 0; x < W / 8; x++)
+                    for (int e = 0; e < 2; e++) sum += s[x][2 * y + e] = exp2_fast(fmaf(s[x][2 * y + e], f.scale_log2, -base));
+                m[y] = top, l[y] = l[y] * shrink[y] + sum;
+            }
+        };
+        auto round = [&] {
 #pragma unroll
-                        for (int e = 0; e < 4; e++) o[0][x][e] *= shrink[e / 2];
-                    round();
-                }
-                if (lane == 0) mbar_arrive(q_free);
-                mbar_wait(v_full + 8 * (step % STAGES), step / STAGES & 1);
-                add_values(step % STAGES);
-                wgmma_wait<0>();
-                pin(o[0]), pin(p);
-                if (lane == 0) mbar_arrive(v_free + 8 * (step % STAGES));
-                step++;
-            } else if (lane == 0) mbar_arrive(q_free);
-            float by[1][2];
+            for (int d = 0; d < NT / 2; d++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) p[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
+        };
+        auto end_rows = [&](float (&by)[1][2], const Work& w) { // lse, and what the rows of o are divided by
 #pragma unroll
             for (int y = 0; y < 2; y++) {
                 const float sum = lane_sum(l[y], 4);
-                const int i = w.i0 + row0 + 8 * y + lane / 4;
                 by[0][y] = sum > 0 ? 1 / sum : 0;
-                if (lane % 4 == 0 && i < f.T) f.lse[((int64_t)w.b * f.H + w.h) * f.T + i] = sum > 0 ? m[y] * f.scale + __logf(sum) : -INFINITY;
+                if (lane % 4 == 0 && w.i0 + row0 + 8 * y + lane / 4 < f.T) *lse_at(w, y) = sum > 0 ? m[y] * f.scale + __logf(sum) : -INFINITY;
+                m[y] = -INFINITY, l[y] = 0;
             }
-            store<T, W, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, o, by, lane);
+        };
+        auto go_on = [&](int j0, auto settle) { // asks for the scores of the next K, adds this V
+            const int at = step % STAGES, next = (step + 1) % STAGES;
+            mbar_wait(k_full + 8 * next, (step + 1) / STAGES & 1);
+            turn_wait(my_turn);
+            scores(next);
+            mbar_wait(v_full + 8 * at, step / STAGES & 1);
+            add_values(at);
+            turn_give(next_turn);
+            wgmma_wait<1>();
+            pin(s);
+            if (lane == 0) mbar_arrive(k_free + 8 * next);
+            softmax(j0);
+            wgmma_wait<0>();
+            pin(o[0]), pin(p);
+            if (lane == 0) mbar_arrive(v_free + 8 * at);
+            settle();
+            round();
+            step++;
+        };
+        auto write = [&](const Work& w, const float (&by)[1][2]) { store<T, W, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, o, by, lane); };
+        if (wg == WGS - 1) turn_give(1);
+        if (next_tile()) {
+            mbar_wait(k_full, 0);
+            scores(0);
+            wgmma_wait<0>();
+            pin(s);
+            if (lane == 0) mbar_arrive(k_free);
+            softmax(t.begin * BN);
+            round();
+            float by[1][2];
+            for (;;) {
+                for (int jt = t.begin + 1; jt < t.end; jt++)
+                    go_on(jt * BN, [&] {
+#pragma unroll
+                        for (int x = 0; x < W / 8; x++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) o[0][x][e] *= shrink[e / 2];
+                    });
+                mbar_arrive(q_free + 8 * (own & 1));
+                end_rows(by, w);
+                const Work was = w;
+                if (!next_tile()) {
+                    w = was;
+                    break;
+                }
+                go_on(t.begin * BN, [&] { // the first scores of these queries under the last values of those
+                    write(was, by);
+#pragma unroll
+                    for (int x = 0; x < W / 8; x++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) o[0][x][e] = 0;
+                });
+            }
+            mbar_wait(v_full + 8 * (step % STAGES), step / STAGES & 1);
+            add_values(step % STAGES);
+            wgmma_wait<0>();
+            pin(o[0]), pin(p);
+            write(w, by);
         }
     }
 #endif
@@ -559,16 +605,17 @@ inline bool is_sm90() {
     return major == 9;
 }
 // False: not here, take the other kernel
-template <class T, int D, int W, int BN, int WGS> bool forward_sm90_run(const Flash& f, cudaStream_t s) {
+template <class T, int D, int W, int BN, int WGS> bool forward_sm90_run(const Flash& f, int* next, cudaStream_t s) {
     if (!is_sm90() || !tensor_map_encoder() || !f.S) return false;
     CUtensorMap q, k, v;
     if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, 64 * WGS) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, BN) || !tensor_map<T>(v, f.v, f.B, f.Hkv, f.S, f.D, BN)) return false;
     auto* kernel = forward_sm90<T, D, W, BN, WGS>;
-    constexpr int bytes = (64 * WGS + 4 * BN) * D * 2 + 1024;
+    constexpr int bytes = (2 * 64 * WGS + 4 * BN) * D * 2 + 1024;
     allow_smem((const void*)kernel, bytes);
     const int heads = f.B * f.H, fit = (int)std::min<int64_t>(heads, std::max<int64_t>(1, (32 << 20) / ((int64_t)f.S * D * 4)) * f.group); // 32 MiB of keys and values at a time
     const int blocks = std::min(sm_count(), heads * tiles_of(f.T, 64 * WGS));
-    kernel<<<blocks, (WGS + 1) * 128, bytes, s>>>(q, k, v, f, fit);
+    cudaMemsetAsync(next, 0, sizeof(int), s);
+    kernel<<<blocks, (WGS + 1) * 128, bytes, s>>>(q, k, v, f, fit, next);
     return true;
 }
 inline int padded_queries(int T, int D) { return tiles_of(T, 8192 / D) * (8192 / D); }
