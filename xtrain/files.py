@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADVICE', 'PICKLES', 'writing', 'sweep', 'discard', 'check_place', 'new_file', 'write_atomic', 'new_dir', 'locked',
-           'no_file', 'open_safetensors']
+           'no_file', 'once', 'open_safetensors']
 
 # %% ../nbs/12_files.ipynb #92b55938
 import ctypes, errno, fcntl, json, math, os, re, secrets, shutil, sys
@@ -183,7 +183,7 @@ def locked(
     try: yield
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #d1ed52dd
+# %% ../nbs/12_files.ipynb #889486f7
 PICKLES = ('.pt', '.pth', '.bin', '.pkl', '.pickle', '.ckpt', '.distcp')
 
 _BYTES = {'F64': 8, 'F32': 4, 'F16': 2, 'BF16': 2, 'I64': 8, 'I32': 4, 'I16': 2, 'I8': 1, 'U8': 1, 'BOOL': 1, 'F8_E4M3': 1, 'F8_E5M2': 1} # Of a number; the library knows more
@@ -194,8 +194,13 @@ def no_file(
     "What it is instead"
     return 'is not a regular file' if path.exists() else 'is a link to nothing' if path.is_symlink() else 'is missing'
 
-def _once(pairs):
-    if len(d := dict(pairs)) < len(pairs): raise ValueError('a name stands twice')
+def once(
+    pairs:list[tuple[str,object]], # Keys and values of a JSON object, as `object_pairs_hook` gets them
+)->dict:
+    "Refuse a key that stands twice: which of the two counts depends on the reader"
+    if len(d := dict(pairs)) < len(pairs):
+        seen = set()
+        raise ValueError(f'{next(k for k,_ in pairs if k in seen or seen.add(k))[:80]!r} stands twice')
     return d
 
 def _why_not(path):
@@ -215,7 +220,7 @@ def _why_not(path):
         if n > 100_000_000: return f'is no safetensors file: its header has {n:,} bytes, more than 100,000,000'
         f.seek(8)
         try:
-            table = {k: v for k,v in json.loads(f.read(n), object_pairs_hook=_once).items() if k != '__metadata__'}
+            table = {k: v for k,v in json.loads(f.read(n), object_pairs_hook=once).items() if k != '__metadata__'}
             need = 8 + n + max([v['data_offsets'][1] for v in table.values()] or [0])
             fits = lambda v: len(v['shape']) < 17 and v['data_offsets'][1]-v['data_offsets'][0] == math.prod(v['shape'])*_BYTES[v['dtype']] # A product of a million numbers would take for ever
             odd = next((k for k,v in table.items() if v['dtype'] in _BYTES and not fits(v)), None)

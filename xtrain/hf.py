@@ -8,7 +8,7 @@ __all__ = ['MAX_JSON', 'read_json', 'find_weights', 'from_hf_config', 'check_ten
            'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config', 'hf_shapes', 'model_card',
            'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap', 'whole']
 
-# %% ../nbs/31_import.ipynb #43b0fce4
+# %% ../nbs/31_import.ipynb #b0ea0062
 import json, os, re, reprlib, warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import PICKLES, check_place, locked, no_file
+from .files import PICKLES, check_place, locked, no_file, once
 from .tensors import CODES, TensorFile, dtype_name, finite
 from .export import (DTYPES, KINDS, TENSOR_MAP, VERIFY_MARKS, check_target, check_vocab, export_hf, export_weights, hf_config, hf_shapes, model_card,
     parse_size, plan_shards, run_facts, stop_ids, tensor_map, unwrap, whole, _code, _one_or_list)
@@ -38,17 +38,12 @@ def _regular(path:Path):
         if not path.is_file(): raise UserError(f'{path} {no_file(path)}')
     except OSError as e: raise UserError(f'cannot read {path}: {e.strerror}') from None
 
-# %% ../nbs/31_import.ipynb #27838fb0
-def _once(pairs):
-    d = dict(pairs)
-    if len(d) < len(pairs): raise ValueError(f'a key stands twice among {_short([k for k,_ in pairs])}')
-    return d
-
+# %% ../nbs/31_import.ipynb #98a97b98
 def _no_constant(s): raise ValueError(f'{s} is not JSON')
 
 MAX_JSON = 100_000_000 # Bytes
 
-# %% ../nbs/31_import.ipynb #0f2e3ca9
+# %% ../nbs/31_import.ipynb #adea2709
 def read_json(
     path, # A file with one JSON object
 )->dict:
@@ -60,7 +55,7 @@ def read_json(
     except OSError as e: raise UserError(f'cannot read {path}: {e.strerror}') from None
     if data.startswith(b'version https://git-lfs'): raise UserError(f'{path} is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`')
     if len(data) > MAX_JSON: raise UserError(f'{path} is larger than {MAX_JSON:,} bytes')
-    try: d = json.loads(data.decode('utf-8-sig'), object_pairs_hook=_once, parse_constant=_no_constant)
+    try: d = json.loads(data.decode('utf-8-sig'), object_pairs_hook=once, parse_constant=_no_constant)
     except RecursionError: raise UserError(f'{path} is nested too deep') from None
     except ValueError as e: raise UserError(f'{path} is not valid JSON: {e}') from None
     if not isinstance(d, dict): raise UserError(f'{path} is not a JSON object')
@@ -282,7 +277,7 @@ def _open_run(run, tokenizer):
     number = int(step.name.removeprefix('step-'))
     return Weights(cfg, _reader({n: (file,) for n in have}, [(n, n, False) for n in have]), {'F32'}, Tokenizer.load(run) if tokenizer else None, run_facts(run, number))
 
-# %% ../nbs/31_import.ipynb #d59016f0
+# %% ../nbs/31_import.ipynb #cf182f38
 def _eos_named(dir:Path, cfg:ModelConfig)->dict[str,list[int]]:
     "Ids that end a text, as config.json and generation_config.json say"
     named = {}
@@ -298,7 +293,7 @@ def _tokenizer(dir, cfg):
     "The tokenizer of a directory; `stop_ids` are all ids its files call the end"
     from xtrain.tokenizer import Tokenizer
     named = _eos_named(dir, cfg)
-    if not os.path.lexists(dir/'tokenizer.json'): raise UserError(f'{dir/"tokenizer.json"} is missing; copy it there (vocab.json and merges.txt are not read)')
+    if not os.path.lexists(dir/'tokenizer.json'): raise UserError(f'{dir/"tokenizer.json"} is missing; vocab.json, merges.txt and tokenizer.model are not read: transformers makes it of them, AutoTokenizer.from_pretrained(…).save_pretrained(…)')
     for name in ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'):
         if os.path.lexists(dir/name): _regular(dir/name)
     tok = Tokenizer.load(dir)
