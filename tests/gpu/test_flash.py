@@ -425,6 +425,7 @@ def test_another_stream():
 
 
 def test_strides():
+    torch.manual_seed(0)
     for dtype, D in ((BF16, 64), (F32, 64), (BF16, 63)):
         q, k, v = qkv(2, 4, 2, 65, 65, D, dtype); g = torch.ones(1, 1, 1, 1, device='cuda', dtype=dtype).expand(2, 4, 65, D)
         want = all_of(flash_attention, *(t.detach().contiguous().requires_grad_() for t in (q, k, v)), torch.ones_like(q))
@@ -434,8 +435,9 @@ def test_strides():
         assert torch.equal(flash_attention(*cut), flash_attention(*(t.contiguous() for t in cut)))
         odd = torch.randn(2, 4, 65, D, 2, device='cuda').to(dtype)[..., 0]
         assert torch.equal(flash_attention(odd, odd, odd), flash_attention(*(odd.contiguous(),)*3))
-        one = k[:, :1].detach().expand(2, 4, 65, D)                                                # stride 0 over heads
-        assert torch.equal(flash_attention(q, one, one), flash_attention(q, k[:, :1], k[:, :1]))
+        one = k[:, :1].detach()                                                                    # stride 0 over heads, which the copy engine refuses: the kernel without it
+        ref = attention_ref(q.double(), one.double(), one.double(), causal_mask(65, 65, device='cuda'))
+        assert err(flash_attention(q, one.expand(2, 4, 65, D), one.expand(2, 4, 65, D)), ref) <= 1.25*err(flash_attention(q, one, one), ref)
 
 
 def needs(f):
