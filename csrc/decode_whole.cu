@@ -81,6 +81,7 @@ struct Ring {
     }
     // Consumer
     __device__ __forceinline__ const unsigned char* take() { barrier_wait(full + 8 * slot, turn); return data + slot * SLOT; }
+    // Reads of all lanes, __syncwarp, release by one; then acquire by one of the fetching warp, __syncwarp, copies by its lanes. (racecheck reports these copies against those reads.)
     __device__ __forceinline__ void give(int lane) {
         __syncwarp();
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * slot) : "memory");
@@ -442,7 +443,7 @@ void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, c
         const int bytes = s.slots * SLOT + s.work + table;
         cudaFuncSetAttribute(whole_kernel<G>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         cudaLaunchAttribute together{};
-        together.id = cudaLaunchAttributeCooperative;                          // all blocks at once, or the barriers would wait for ever
+        together.id = cudaLaunchAttributeCooperative;                          // all blocks at once, or some would wait for ever for what the others write
         together.val.cooperative = 1;
         cudaLaunchConfig_t c{};
         c.gridDim = dim3(blocks); c.blockDim = dim3(ALL); c.dynamicSmemBytes = bytes; c.stream = stream_of(x); c.attrs = &together; c.numAttrs = 1;
