@@ -213,6 +213,20 @@ def test_broken_weights_are_said_to_be_broken():
         first = generate(model, [some(9)], 12)
         assert len(first[0]) == len(good[0])
 
+@pytest.mark.parametrize('rows', [1, 9])
+def test_the_bits_that_mark_an_empty_place_may_come_in(rows):
+    "In the kernel for few rows a word of ones is an activation that is not there yet; as a number that comes in from outside it is a NaN, and seen as one"
+    model = make('qwen', BF16)
+    with torch.no_grad():
+        d = Decoder(model, rows, 64)
+        for _ in range(2):
+            d.start(model, torch.tensor([some(9)]*rows, device='cuda'), None, Sampler(rows), 5)
+            d.graph.replay()
+            assert not d.bad.item()
+            d.x.view(torch.int16).fill_(-1)
+            d.graph.replay()
+            assert d.bad.item()
+
 def test_what_the_kernels_cannot_do_goes_the_ordinary_way():
     for model in (make('odd', head_dim=20), make(attention='composed'), make(attention='sdpa'), make(dim=510)):
         assert why_not(model) and len(generate(model, [some(5, 1000)], 4)[0]) == 4
