@@ -604,9 +604,15 @@ inline bool is_sm90() {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
     return major == 9;
 }
+// Can this thread make tensor maps for a Hopper card? The encoder is of the driver's API and answers CUDA_ERROR_INVALID_CONTEXT on a thread that no runtime call has given a context yet,
+// as autograd's is at its first backward when the allocator has memory left; cudaSetDevice gives it the device's own.
+inline bool on_hopper() {
+    int dev;
+    return is_sm90() && cudaGetDevice(&dev) == cudaSuccess && cudaSetDevice(dev) == cudaSuccess && tensor_map_encoder();
+}
 // False: not here, take the other kernel
 template <class T, int D, int W, int BN, int WGS> bool forward_sm90_run(const Flash& f, int* next, cudaStream_t s) {
-    if (!is_sm90() || !tensor_map_encoder() || !f.S) return false;
+    if (!f.S || !on_hopper()) return false;
     CUtensorMap q, k, v;
     if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, 64 * WGS) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, BN) || !tensor_map<T>(v, f.v, f.B, f.Hkv, f.S, f.D, BN)) return false;
     auto* kernel = forward_sm90<T, D, W, BN, WGS>;
@@ -624,7 +630,7 @@ template <int D, int W> int64_t backward_sm90_scratch(const Flash& f) { // in fl
     return rows * 2 + tiles * (One<D, W>::PART / 4 + 1) + 1;
 }
 template <class T, int D, int W> bool backward_sm90_run(const Flash& f, float* scratch, cudaStream_t s) {
-    if (!is_sm90() || !tensor_map_encoder() || !f.S || !f.T) return false;
+    if (!f.S || !f.T || !on_hopper()) return false;
     using C = One<D, W>;
     CUtensorMap q, g, k, v;
     if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, C::BN) || !tensor_map<T>(g, f.g, f.B, f.H, f.T, f.D, C::BN) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, C::BM) ||
