@@ -228,6 +228,27 @@ def test_same_bits_beside_another_process():
     finally: other.kill(); other.wait()
 
 
+FIRST = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from xtrain.ops.flash_attention import flash_attention
+torch.manual_seed(0)
+hold = torch.empty(2**30, dtype=torch.uint8, device='cuda'); del hold        # so that nothing below asks the driver for memory
+q, k, v, g = (torch.randn(2, 300, h, 128, device='cuda', dtype=torch.bfloat16).transpose(1, 2) for h in (4, 2, 2, 4))
+x = [t.requires_grad_() for t in (q, k, v)]
+o = {o}
+first, again = (torch.autograd.grad(o, x, g, retain_graph=True) for _ in range(2))
+print([torch.equal(a, b) for a, b in zip(first, again)])
+"""
+
+
+@pytest.mark.parametrize('o', ['flash_attention(*x)', 'checkpoint(flash_attention, *x, use_reentrant=False)'])
+def test_the_first_backward_of_a_process(o):
+    "Autograd's thread has no context of the card then, and without one the driver refuses to describe a tensor to the copy engine: another kernel would be taken, with other bits"
+    r = subprocess.run([sys.executable, '-c', FIRST.format(o=o)], capture_output=True, text=True)
+    assert r.returncode == 0 and r.stdout.strip() == '[True, True, True]', r.stdout + r.stderr[-2000:]
+
+
 @pytest.mark.parametrize('shape', [(2, 2, 1, 5, 16), (2, 4, 2, 70, 32), (2, 2, 2, 130, 64), (2, 4, 2, 300, 96), (2, 2, 1, 65, 128)])
 def test_nothing_is_read_that_was_not_written(shape):
     "With NaN in all memory that the backward may be given, its bits are the same (compute-sanitizer's initcheck does not follow the copy engine's writes)"
