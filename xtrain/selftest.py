@@ -244,7 +244,7 @@ def effect(
     n = sum(len(r) for r,_ in pairs)
     return dict(first=first, kl=sum(kl_nats(r, e)*len(r) for r,e in pairs)/max(n, 1), gap=max(gaps))
 
-# %% ../nbs/33_selftest.ipynb #8c994ba2
+# %% ../nbs/33_selftest.ipynb #e42675aa
 def too_small(
     engine:Engine, # Its allowances
     sound:Outcome, # What it said of the sound export
@@ -259,7 +259,7 @@ def too_small(
     blind_kl = sound.kl is None or e['kl'] <= kl
     blind_logprob = sound.logprob is None or worst <= bound
     if not (blind_logprob and blind_kl and (e['gap'] <= 0 if engine.exact else e['gap'] <= 1)): return ''
-    if sound.logprob is None: return f'it changes no token of these prompts by as much as {"float32 shows" if engine.exact else "bfloat16 hides"}, and this engine shows no probabilities'
+    if sound.logprob is None: return f'it changes no token of these prompts{"" if engine.exact else " but near-ties"}, and this engine shows no probabilities'
     return f'it changes log p by {worst:.2g} and KL by {e["kl"]:.2g}, and {"float32" if engine.exact else "bfloat16"} is allowed {bound:.2g} and {kl:.2g}'
 
 # %% ../nbs/33_selftest.ipynb #af11903d

@@ -649,7 +649,7 @@ def pick_engines(engines, timeout=600.):
         if why := e.available(): raise UserError(why)
     return chosen
 
-# %% ../nbs/33_closed_loop.ipynb #b3114b78
+# %% ../nbs/33_closed_loop.ipynb #a12fb11d
 def prepare_cases(
     run, # A run directory, or a pair (model, tokenizer)
     dir, # What `export` wrote
@@ -674,6 +674,6 @@ def prepare_cases(
         if len(ids) >= ref.cfg.max_seq_len: raise UserError(f'prompt {n+1} has {len(ids)} tokens; with one new token the context of {ref.cfg.max_seq_len} is too short')
         say(f'reference: prompt {n+1} of {len(prompts)}')
         cases.append(ref.case(ids, max_tokens, p))
-    size = min(128, ref.cfg.max_seq_len)
-    windows = [held[i:i+size] for i in range(0, len(held)-1, size)] if len(held) > 1 else [c.ids+c.tokens for c in cases[:16]]
+    size = min(128, ref.cfg.max_seq_len-1) # vLLM insists on room for a token more
+    windows = [held[i:i+size] for i in range(0, len(held)-1, size)] if len(held) > 1 else [(c.ids+c.tokens)[:size] for c in cases[:16]]
     return ref, cases, windows, f'{len(held):,} held-out tokens' if len(held) > 1 else 'the prompts and their continuations'
