@@ -652,18 +652,26 @@ def test_threads_load_once(machine, monkeypatch):
     assert len(set(map(id, got))) == 1 and got[0] is not None and builds(machine) == 1
 
 
-def test_fork_while_a_thread_loads(machine, monkeypatch):
-    "A child forked at that moment (a data worker) can load too"
+@pytest.mark.parametrize('when', ['the compiler runs', 'it is being started'])
+def test_fork_while_a_thread_loads(machine, monkeypatch, when):
+    "A child forked at that moment (a data worker) can load too; it inherits what the thread has open, and waits for its lock"
     plan(monkeypatch)
     monkeypatch.setenv('FAKE_SLEEP', '.5')
+    begun, forked, start = threading.Event(), threading.Event(), subprocess.Popen._execute_child
+    def slow(self, args, *more):
+        if '-o' in args: begun.set(); forked.wait(50)
+        return start(self, args, *more)
+    if when == 'it is being started': monkeypatch.setattr(subprocess.Popen, '_execute_child', slow)
     t = threading.Thread(target=k.kernels, args=('swiglu', 0)); t.start()
-    while not builds(machine): time.sleep(.01)
+    while not builds(machine) and not begun.is_set(): time.sleep(.01)
     def go(q): q.put(k.kernels('swiglu', 0) is not None)
     q = fork.Queue()
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         p = fork.Process(target=go, args=(q,)); p.start()
-    assert q.get(timeout=60); p.join(); t.join()
+    time.sleep(.5); forked.set()
+    try: assert q.get(timeout=100)
+    finally: p.kill(); p.join(); t.join()
     assert builds(machine) == 1
 
 

@@ -223,6 +223,13 @@ def _headers(code, folders):
             if h not in seen and (p := next((d/h for d in folders if (d/h).is_file()), None)): seen[h] = p.read_text(encoding='utf-8'); todo.append(seen[h])
     return [f'{h}\0{t}' for h,t in sorted(seen.items())]
 
+def _run(cmd, **kw):
+    "Exit status and output of a program. Through a file: a process that another thread forks meanwhile would hold a pipe open, and may itself be waiting for our lock"
+    with os.fdopen(os.memfd_create('output'), 'w+b') if hasattr(os, 'memfd_create') else tempfile.TemporaryFile() as f:
+        code = subprocess.run(cmd, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, **kw).returncode
+        f.seek(0)
+        return code, f.read().decode(errors='replace')
+
 def _first_error(text):
     ls = [l.strip() for l in text.splitlines() if l.strip()]
     line = next((l for l in ls if re.search(r'error|fatal|No space|not found|cannot', l)), ls[0] if ls else '')
@@ -260,11 +267,11 @@ def compile_source(
             (folder/f'd{i}').symlink_to(a[2:])
             return f'{a[:2]}d{i}'
         if gpu and set('"\\\n') & set(f'{folder}{origin[1:-1]}'): full.remove('-lineinfo') # With it nvcc writes both paths into the PTX, as they are
-        r = subprocess.run([linked(*a) for a in enumerate(full)], cwd=folder, capture_output=True, text=True, errors='replace', env=dict(os.environ, TMPDIR='.'))
-        if r.returncode:
-            why = _first_error(r.stderr+r.stdout) or f'{cmd[0]} ended with status {r.returncode} and no message'
+        status, said = _run([linked(*a) for a in enumerate(full)], cwd=folder, env=dict(os.environ, TMPDIR='.'))
+        if status:
+            why = _first_error(said) or f'{cmd[0]} ended with status {status} and no message'
             if (left := shutil.disk_usage(folder).free) < 2**26: why += f'; {left/2**20:.0f} MiB are left in {out.parent}: make room, or set XTRAIN_CACHE to another folder'
-            raise BuildError(f'{name}: {why}\n{shlex.join(full)}\n{r.stdout}{r.stderr}')
+            raise BuildError(f'{name}: {why}\n{shlex.join(full)}\n{said}')
         return folder/f'{name}.so'
     return _once(out, build)
 
