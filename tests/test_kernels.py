@@ -532,6 +532,20 @@ def test_a_compiler_without_its_linker(machine, monkeypatch):
     assert re.search('(ld|as) comes with binutils and its folder must be on PATH$', str(e.value).splitlines()[0]), str(e.value)
 
 
+def test_an_error_is_raised_whatever_the_compiler_links(tmp_path):
+    "With copies of its own of libstdc++ and libgcc, a library's exception killed the process, in torch 2.11 and 2.13"
+    code = """
+import torch, xtrain.kernels as k
+ns = k.load_source(k.csrc_path()/'cross_entropy.cu', gpu=False)
+try: ns.cross_entropy(torch.randn(3, 4).double(), torch.tensor([1, 2, 3]), -100, 0., 0.)
+except RuntimeError as e: print(e)
+"""
+    for cxx in ('g++ -static-libgcc -static-libstdc++', 'g++ -static-libstdc++', 'g++'):
+        if not shutil.which('g++'): pytest.skip('no g++')
+        p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=dict(os.environ, CXX=cxx, XTRAIN_CACHE=str(tmp_path), PYTHONPATH=str(ROOT)))
+        assert p.returncode == 0 and p.stdout.rstrip().endswith('cross_entropy: the CPU half takes float32'), (cxx, p)
+
+
 def test_every_process_asks_for_the_same_file(machine, monkeypatch):
     "A key must not hang on the order of a set, which is another in each process"
     def key(seed): return subprocess.run([sys.executable, '-c', f"import xtrain.kernels as k, torch; torch.version.cuda = '13.0'; print(k.compile_source({TINY % 'one'!r}, gpu=True, arch=[]))"],

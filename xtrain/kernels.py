@@ -189,12 +189,18 @@ def _once(out, build):
         finally: shutil.rmtree(tmp, ignore_errors=True)
     return out
 
-# %% ../nbs/00_kernels.ipynb #742034a5
+# %% ../nbs/00_kernels.ipynb #beebcf3b
 def _cxx():
     "The C++ compiler as a command; nvcc needs one too"
     for c in (os.environ.get('CXX'), 'c++', 'g++', 'clang++'):
         if c and (cmd := shlex.split(c)) and (p := shutil.which(cmd[0])): return [p, *cmd[1:]]
     raise BuildError(f"no C++ compiler found{' (CXX='+os.environ['CXX']+' is not there)' if os.environ.get('CXX') else ''}; install g++ or set CXX")
+
+def _runtime():
+    "The C++ libraries of this process. Named on the command line, before a compiler's own: where one links them statically, an exception would cross from its copy into torch's, and kill the process"
+    try: maps = Path('/proc/self/maps').read_text()
+    except OSError: return []
+    return sorted(set(re.findall(r'/\S*/lib(?:stdc\+\+\.so\.6|gcc_s\.so\.1)[.\d]*$', maps, re.M)))
 
 def command(
     arch:list[str]|None=None, # What `gencode` returned; None: the CPU half, by the C++ compiler
@@ -203,14 +209,14 @@ def command(
     root, cxx = Path(torch.__file__).parent, _cxx()
     common = ['-shared', '-O3', '-std=c++20', f'-I{root}/include']
     cuda = ['-ltorch_cuda'] if (root/'lib'/'libtorch_cuda.so').exists() else []
-    if arch is None: return [*cxx, '-fPIC', '-x', 'c++', *common], [f'-L{root}/lib', '-ltorch_cpu', '-lc10'] # Libraries after the source, or the linker drops them
+    if arch is None: return [*cxx, '-fPIC', '-x', 'c++', *common], ['-x', 'none', *_runtime(), f'-L{root}/lib', '-ltorch_cpu', '-lc10'] # Libraries after the source, or the linker drops them
     nvcc, why = find_nvcc()
     if not nvcc: raise BuildError(why)
     host = ['-ccbin', cxx[0]] if os.environ.get('CXX') and len(cxx) == 1 else []
     return ([str(nvcc.path), *host, '-Xcompiler', '-fPIC', '-lineinfo', '--threads', '2', '-DUSE_CUDA', *arch, *common],
-            [*(f'-L{d}' for d in nvcc.lib_dirs), f'-L{root}/lib', '-ltorch_cpu', *cuda, '-lc10'])
+            [*_runtime(), *(f'-L{d}' for d in nvcc.lib_dirs), f'-L{root}/lib', '-ltorch_cpu', *cuda, '-lc10'])
 
-# %% ../nbs/00_kernels.ipynb #6d3fb13f
+# %% ../nbs/00_kernels.ipynb #2c9105a5
 _warned = set() # What has been said
 
 def _libc(): return os.confstr('CS_GNU_LIBC_VERSION') if 'CS_GNU_LIBC_VERSION' in getattr(os, 'confstr_names', ()) else platform.platform()
@@ -263,6 +269,7 @@ def compile_source(
         (folder/f'{name}.cu').write_text(f'#line 1 {origin}\n{code}', encoding='utf-8', errors='surrogateescape')
         full = [*cmd, *(f'-I{d}' for d in folders), f'-DXTRAIN_NS=xtrain_{key}', f'{name}.cu', '-o', f'{name}.so', *libs]
         def linked(i, a):
+            if a.startswith('/') and i > len(cmd): (folder/f'd{i}.so').symlink_to(a); return f'd{i}.so'
             if a[:2] not in ('-I', '-L'): return a
             (folder/f'd{i}').symlink_to(a[2:])
             return f'{a[:2]}d{i}'
@@ -275,7 +282,7 @@ def compile_source(
         return folder/f'{name}.so'
     return _once(out, build)
 
-# %% ../nbs/00_kernels.ipynb #dc0b41d3
+# %% ../nbs/00_kernels.ipynb #f09d60bd
 _libraries = set() # Keys of the libraries in this process
 
 def load_source(src, **kw):
