@@ -139,3 +139,13 @@ def test_no_gpu_is_said():
 def test_picture_of_one_op(result, tmp_path):
     one = dict(result, rows=[r for r in result['rows'] if r['op'] == 'adamw'])
     assert B.picture(one, tmp_path/'a.png').stat().st_size > 5000
+
+def test_a_compiled_graph_is_run_backward_again_and_again():
+    "torch.compile refuses a second backward through a graph whose buffers it may give away, compiled or run with that setting"
+    def f(x, w): return F.rms_norm(x.sin().exp(), (64,), w, 1e-6).tanh()
+    x, w, g = torch.randn(50, 64, requires_grad=True), torch.ones(64, requires_grad=True), torch.randn(50, 64)
+    m = B.Meter('cpu')
+    assert len(m.beside(dict(compiled=torch.compile(f, backend='aot_eager')), (x, w), g, (1, 1))[0]) == 5
+    c = B.Case('x', '', dict(torch=f), (x, w), dict(forward=1, backward=1), dict(forward=1, backward=1), (g,))
+    rows = B.measure(c, CPU, 1e9, who=('torch', 'compile'), seconds=.001)
+    assert [(r['who'], r['direction']) for r in rows if 'ms' in r] == [(w, d) for w in ('torch', 'compile') for d in ('forward', 'backward')], rows

@@ -67,7 +67,7 @@ def _seconds(f, device):
     return max(1e-6, time.perf_counter()-start)
 
 def _kept_graphs():
-    "Compiled functions may otherwise give away memory of a graph that is run backward again and again"
+    "Compiled functions may otherwise give away memory of a graph that is run backward again and again; while compiling and while running"
     from torch._functorch import config
     return config.patch(donated_buffer=False)
 
@@ -147,13 +147,11 @@ class Meter:
         need = [x for x in inputs if x.requires_grad]
         def forward(f):
             with torch.no_grad(): f(*inputs)
-        with _kept_graphs(): # Their backward is compiled with them or when it first runs
-            kept = {name: f(*inputs) for name, f in ways.items()}
-            for y in kept.values(): torch.autograd.grad(y, need, grads, retain_graph=True)
+        with _kept_graphs(): kept = {name: f(*inputs) for name, f in ways.items()}
         runs = (lambda name: forward(ways[name])), (lambda name: torch.autograd.grad(kept[name], need, grads, retain_graph=True))
         rows = [[name] for name in ways]
         for run, n in zip(runs, nbytes):
-            times = in_turns({name: (lambda name=name: run(name)) for name in ways}, self.device, flush=self.flush)
+            with _kept_graphs(): times = in_turns({name: (lambda name=name: run(name)) for name in ways}, self.device, flush=self.flush)
             for row in rows: us = 1e3*statistics.median(times[row[0]]); row += [us, n/us*1e6/self.copy]
         return rows
 
@@ -295,7 +293,8 @@ def measure(
             errors[name] = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
             for some in calls.values(): some.pop(name, None)
         spent[name] = time.perf_counter()-start
-    ref, times = None, {direction: in_turns(some, device, seconds, flush) for direction, some in calls.items()}
+    ref = None
+    with _kept_graphs(): times = {direction: in_turns(some, device, seconds, flush) for direction, some in calls.items()}
     if case.whole and times: times['sum'] = {name: [a+b for a, b in zip(t, times['backward'][name])] for name, t in times['forward'].items()}
     for name in spent:
         if name in errors: rows.append(dict(op=case.op, shape=case.shape, who=name, direction=next(iter(case.bytes)), error=errors[name]))
@@ -303,7 +302,8 @@ def measure(
             n, ops = (sum(d.values()) if direction == 'sum' else d[direction] for d in (case.bytes, case.flops))
             ms = statistics.median(times[direction][name])
             rows.append(dict(op=case.op, shape=case.shape, who=name, direction=direction, bytes=n, flops=ops, ms=ms, share=n/copy/ms*1e3, rounds=times[direction][name]))
-            if direction == 'both': rows[-1]['peak'] = peak_bytes(calls['both'][name], device)
+            if direction == 'both':
+                with _kept_graphs(): rows[-1]['peak'] = peak_bytes(calls['both'][name], device)
     for r in rows: r['seconds'] = round(spent[r['who']], 2) # That this way cost to warm up, compile and check
     return rows
 
