@@ -88,7 +88,7 @@ def in_turns(
     rounds:int=5, # In how many turns
 )->dict[str,list[float]]: # Name -> median milliseconds of each round
     "Time several things in turns: a clock that drifts, drifts for all of them"
-    n = {name: max(3 if device.type == 'cuda' else 1, min(40, int(seconds/rounds/_seconds(f, device)))) for name, f in calls.items()}
+    n = {name: max(3 if device.type == 'cuda' else 1, min(16, int(seconds/rounds/_seconds(f, device)))) for name, f in calls.items()}
     times = {name: [] for name in calls}
     for k in range(rounds):
         for name in list(calls)[::-1 if k%2 else 1]:
