@@ -23,7 +23,7 @@ echo "$$" >> "$FAKE_LOG"
 n=$#
 while [ $n -gt 0 ]; do
   a=$1; shift; n=$((n-1))
-  case $a in -gencode*|-lineinfo|-DUSE_CUDA) ;; -Xcompiler|--threads|-ccbin) shift; n=$((n-1)) ;; *) set -- "$@" "$a" ;; esac
+  case $a in -gencode*|-lineinfo|-DUSE_CUDA) ;; -Xcompiler|--threads|-ccbin) shift; n=$((n-1)) ;; d[0-9]*.so) set -- "$@" -x none "$a" ;; *) set -- "$@" "$a" ;; esac
 done
 exec /usr/bin/env c++ -fPIC -x c++ "$@"
 '''
