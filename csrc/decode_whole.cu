@@ -11,7 +11,7 @@
 #ifdef __CUDACC__
 constexpr int PART = 1024, ROW = 2 * PART + 64, SLOT = 8 * ROW; // columns of a unit; bytes of its row (64 more, so that 8 rows lie in different banks); of a unit
 constexpr int PACE = 1600;                                       // see `Ring::pace`
-constexpr unsigned EMPTY = ~0u;
+[[maybe_unused]] constexpr unsigned EMPTY = ~0u;
 
 struct Layer { const bf16 *attn_norm, *wq, *wk, *wv, *bq, *bk, *bv, *q_norm, *k_norm, *wo, *ffn_norm, *w_gate, *w_up, *w_down; bf16 *k, *v; };
 struct Whole {

@@ -179,7 +179,7 @@ def declared(*keys):
 
 def test_imports_are_declared():
     "What is imported at once is a requirement; what is imported where it is needed is a requirement or an extra, or an engine that has a Python of its own"
-    engines = {'mlx', 'mlx_lm', 'mistralrs', 'vllm', 'ctranslate2', 'onnxruntime_genai'}
+    engines = {'mlx', 'mlx_lm', 'mistralrs', 'vllm', 'ctranslate2', 'onnxruntime_genai', 'openvino', 'openvino_genai'}
     provides = md.packages_distributions()
     dist = lambda pkg: {d.lower().replace('_', '-') for d in provides.get(pkg, [pkg])}
     base, extras = declared('requirements'), declared(*(k for k in settings() if k.endswith('requirements') and k not in ('dev_requirements', 'cuda_requirements')))

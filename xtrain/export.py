@@ -264,7 +264,7 @@ def unwrap(model):
     if not isinstance(model, TinyTransformer): raise UserError(f'a {type(model).__name__} cannot be exported; hand over the TinyTransformer inside, with its parameters whole')
     return model
 
-def whole(model:'TinyTransformer')->dict[str,Tensor]:
+def whole(model)->dict[str,Tensor]:
     "Parameters by name; those that FSDP2 spread over ranks are gathered on rank 0, and other ranks get none"
     params = model.params()
     if not any(hasattr(p, 'full_tensor') for p in params.values()): return params
