@@ -307,7 +307,7 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
     };
     const auto last = [&] { return Product{s.final_norm, {s.head}, {}, {}, E, s.V, flow + s.n_layers * of_layer - B * E, nullptr, s.logits, false, true}; };
     if (threadIdx.x >= THREADS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x >= THREADS + 32) return;
         for (int i = 0; i < s.n_layers; i++) {
             const Layer& l = layers[i];
@@ -336,7 +336,7 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
         Tiles<4, LOGITS>::fetch(ring, last(), lane);
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     if (threadIdx.x == 0) ticket = atomicAdd(s.count, 1ull) / gridDim.x;       // how many steps there were before
     compute_sync();
     const unsigned step = (unsigned)ticket;
