@@ -475,7 +475,7 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     from pathlib import Path
     from xtrain import verify as v
     from xtrain import selftest as s
-    if picture and not Path(picture).absolute().parent.is_dir(): raise UserError(f'--picture {picture}: there is no such directory') # said before the work
+    _check_picture(picture)
     picture, planted = Path(picture or Path(run)/'verify.png'), None
     texts = v.read_prompts(prompts) if prompts else None
     text = v.read_text_file(held_out) if held_out else ''
