@@ -899,6 +899,63 @@ def test_a_chat_template_goes_through_a_run(d, tmp_path):
     (d/'chat_template.jinja').write_text('{% for m in messages %}{{ m.content }}\n{% endfor %}')
     import_to_run(d, tmp_path/'run'); export_any(tmp_path/'run', tmp_path/'e')
     assert load_any(tmp_path/'e')[1].chat_template == js(tmp_path/'e/tokenizer_config.json')['chat_template'] == (d/'chat_template.jinja').read_text()
+    (d/'chat_template.jinja').unlink()
+    (d/'tokenizer_config.json').write_text(json.dumps(js(d/'tokenizer_config.json') | dict(chat_template='a\ud800')))
+    assert 'tokenizer_config.json: chat_template has a lone surrogate' in refused_unchanged(d, import_hf)
+
+@pytest.fixture
+def chatty(tmp_path):
+    "A directory as Qwen3's: it says how to sample, what fills up a batch, what the control tokens are called"
+    tok = Tokenizer.train(['the cat sat on the mat, and the dog sat on the cat. '*9], vocab_size=290, eos='<|im_end|>', special=['<|endoftext|>', '<|im_start|>'])
+    export_hf(make(), tok, tmp_path/'chatty')
+    say = lambda name, **kw: (tmp_path/'chatty'/name).write_text(json.dumps(js(tmp_path/'chatty'/name) | kw))
+    say('config.json', bos_token_id=1)
+    say('generation_config.json', bos_token_id=1, do_sample=True, eos_token_id=[0, 1], pad_token_id=1, temperature=.6, top_k=20, top_p=.95, repetition_penalty=1.1)
+    say('tokenizer_config.json', tokenizer_class='Qwen2Tokenizer', pad_token=dict(content='<|endoftext|>', lstrip=False), additional_special_tokens=['<|im_start|>', '<|im_end|>', 'cat'], padding_side='left', errors='replace',
+        chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+    return tmp_path/'chatty'
+
+def test_it_is_served_as_before(chatty, tmp_path):
+    "Import, training, export: sampling, stop ids, padding and chat template are what they were, for transformers and for llama.cpp"
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer, GenerationConfig
+    from xtrain.gguf import export_gguf
+    (tmp_path/'text.txt').write_text('the cat sat on the mat, and the dog sat on the cat. '*200)
+    rc, out, err = xtrain('train', '--init', chatty, '--out', tmp_path/'run', '--data', tmp_path/'text.txt', '--steps', 1, '--batch-size', 2, '--seq-len', 32, '--device', 'cpu')
+    assert rc == 0, err
+    import_to_run(tmp_path/'run', tmp_path/'run2')                                             # from a run to a run
+    export_any(tmp_path/'run', tmp_path/'a'); export_any(tmp_path/'run2', tmp_path/'b'); export_any(chatty, tmp_path/'c'); export_hf(*import_hf(chatty), tmp_path/'e')
+    for to in 'abce':
+        assert js(tmp_path/to/'generation_config.json') == js(chatty/'generation_config.json')
+        c, t = js(tmp_path/to/'config.json'), js(tmp_path/to/'tokenizer_config.json')
+        assert (c['bos_token_id'], c['eos_token_id'], c['pad_token_id']) == (1, [0, 1], None)  # A pad id here would keep its row from being trained, by transformers
+        assert (t['pad_token'], t['padding_side'], t['additional_special_tokens']) == ('<|endoftext|>', 'left', ['<|im_start|>', '<|im_end|>'])
+    def seen(d):
+        t, words = AutoTokenizer.from_pretrained(d), ['the cat', 'on the mat <|im_end|>', ' dog']
+        return t(words, padding=True)['input_ids'], t.pad_token_id, t.all_special_ids, t.apply_chat_template([dict(role='user', content='cat')], tokenize=False), t.decode([0, 5, 1, 2], skip_special_tokens=True)
+    (chatty/'tokenizer_config.json').write_text(json.dumps(js(chatty/'tokenizer_config.json') | dict(tokenizer_class='PreTrainedTokenizerFast', pad_token='<|endoftext|>', additional_special_tokens=['<|im_start|>', '<|im_end|>']))) # It calls itself Qwen2's, and has no NFC
+    assert seen(tmp_path/'a') == seen(chatty) and GenerationConfig.from_pretrained(tmp_path/'a').to_dict() == GenerationConfig.from_pretrained(chatty).to_dict()
+    export_gguf(tmp_path/'run', tmp_path/'x.gguf')
+    keys = {k: f.contents() for k,f in GGUFReader(tmp_path/'x.gguf').fields.items()}
+    assert [round(float(keys[f'general.sampling.{k}']), 6) for k in ('temp', 'top_k', 'top_p')] == [.6, 20, .95] and [int(keys[f'tokenizer.ggml.{k}_token_id']) for k in ('bos', 'eos', 'eot', 'padding')] == [1, 0, 1, 1]
+
+def test_what_has_no_row_is_not_served(chatty, tmp_path):
+    "An unknown name would get an id behind the last row, from transformers"
+    for f,change in (('config.json', dict(pad_token_id=-1)), ('generation_config.json', dict(bos_token_id=300, pad_token_id=True)), ('tokenizer_config.json', dict(bos_token='<s>', pad_token='cat'))): (chatty/f).write_text(json.dumps(js(chatty/f) | change))
+    with pytest.warns(UserWarning, match="pad_token_id -1, bos_token_id 300, pad_token_id True, bos_token '<s>', pad_token 'cat' is left out"): export_any(chatty, tmp_path/'e')
+    g, t = js(tmp_path/'e/generation_config.json'), js(tmp_path/'e/tokenizer_config.json')
+    assert (g['bos_token_id'], g['pad_token_id'], g['temperature'], t['bos_token'], t['pad_token'], js(tmp_path/'e/config.json')['pad_token_id']) == (None, None, .6, None, None, None)
+
+@pytest.mark.parametrize('text, ok', [('{"generation_config.json": {"temperature": 0.7}}', True), ('{}', True), ('{"generation_config.json": [], "config.json": 3, "tokenizer_config.json": {"additional_special_tokens": [[], {}, 1], "padding_side": []}}', True),
+    ('{"generation_config.json": {"x": "\\ud800"}}', True), ('[]', False), ('{', False)])
+def test_a_run_may_say_how_it_is_served(good, tmp_path, text, ok):
+    import_to_run(good, tmp_path/'run')
+    assert not (tmp_path/'run/serving.json').exists()
+    (tmp_path/'run/serving.json').write_text(text)
+    if not ok: assert 'serving.json' in refusal(export_any, tmp_path/'run', tmp_path/'e') and not (tmp_path/'e').exists(); return
+    export_any(tmp_path/'run', tmp_path/'e')
+    assert js(tmp_path/'e/generation_config.json') == js(good/'generation_config.json') | (json.loads(text).get('generation_config.json') or {})
+    import_to_run(tmp_path/'e', tmp_path/'run', overwrite=True)
 
 def xtrain(*args):
     "The command, in this process: exit status, stdout, stderr"

@@ -229,6 +229,7 @@ def new_run(
         (new/'config.json').write_text(json.dumps(dict(model=cfg.to_dict(), train={}, data={}) | config, indent=1)+'\n')
         (new/'tokenizer.json').write_text(tokenizer.json, encoding='utf-8')
         if tokenizer.chat_template: (new/'chat_template.jinja').write_text(tokenizer.chat_template, encoding='utf-8')
+        if tokenizer.serving: (new/'serving.json').write_text(json.dumps(tokenizer.serving, indent=1)+'\n')
         step = new/'checkpoints'/f'step-{0:08d}'
         step.mkdir(parents=True)
         write_safetensors(step/_FILES[0], {n: (torch.float32, s) for n,s in cfg.shapes().items()}, get)

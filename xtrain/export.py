@@ -83,10 +83,10 @@ def plan_shards(
     if len(shards) == 1: return {'model.safetensors': shards[0]}
     return {f'model-{i:05d}-of-{len(shards):05d}.safetensors': s for i,s in enumerate(shards, 1)}
 
-# %% ../nbs/31_export.ipynb #26d5112c
+# %% ../nbs/31_export.ipynb #5afcf5a3
 def _one_or_list(ids): return (ids[0] if len(ids) == 1 else ids) if (ids := list(ids)) else None
 
-def _js(d:dict)->bytes: return (json.dumps(d, indent=2, ensure_ascii=False)+'\n').encode()
+def _js(d:dict)->bytes: return (json.dumps(d, indent=2)+'\n').encode()
 
 # %% ../nbs/31_export.ipynb #5d24546b
 KINDS = { # (qk_norm, qkv_bias): model_type, architecture, keys that only this kind has
@@ -213,14 +213,16 @@ def run_facts(
         rows.append(('held-out loss', f'{r["val_loss"]:.4f} nats per token at step {r["step"]:,}' + (f'; the best possible is {d["floor"]:.4f}' if d.get('floor') else '')))
     return rows
 
-# %% ../nbs/31_export.ipynb #a8df629f
+# %% ../nbs/31_export.ipynb #70eda848
 def _side_files(cfg, tokenizer, stop, dtype, shards, facts)->dict[str,bytes]:
     "All but the weights"
     from xtrain.tokenizer import tokenizer_files
     front = getattr(tokenizer, 'front', None) or []
     bos = front[0] if len(front) == 1 else None
-    files = {'config.json': _js(hf_config(cfg, stop, dtype, bos)), 'README.md': model_card(cfg, dtype, facts).encode(),
-             'generation_config.json': _js(dict(bos_token_id=bos, eos_token_id=_one_or_list(stop), pad_token_id=None, transformers_version='4.51.0'))}
+    sampling = dict(bos_token_id=bos, eos_token_id=_one_or_list(stop), pad_token_id=None, transformers_version='4.51.0')
+    said = getattr(tokenizer, 'serving', {})
+    files = {'config.json': _js(hf_config(cfg, stop, dtype, bos) | said.get('config.json', {})), 'README.md': model_card(cfg, dtype, facts).encode(),
+             'generation_config.json': _js(sampling | said.get('generation_config.json', {}))}
     if tokenizer is not None: files |= tokenizer_files(tokenizer, cfg)
     if len(shards) > 1:
         total = sum(map(math.prod, hf_shapes(cfg).values()))*dtype.itemsize
@@ -256,7 +258,7 @@ def export_weights(
         sizes = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
     return dict(dir=str(path), tensors=len(shapes), params=cfg.num_params(), files=sizes, notes=notes)
 
-# %% ../nbs/31_export.ipynb #4dfab5bc
+# %% ../nbs/31_export.ipynb #48b36945
 def unwrap(model):
     "The `TinyTransformer` inside torch.compile's or DDP's wrapper; a `UserError` for what is neither"
     from xtrain.model import TinyTransformer

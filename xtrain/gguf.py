@@ -50,7 +50,7 @@ def interleave(
     "From the pairs (i, i+D/2) of Hugging Face's RoPE to the pairs (2i, 2i+1) of llama.cpp's `llama`"
     return w.unflatten(0, (-1, 2, head_dim//2)).transpose(1, 2).flatten(0, 2)
 
-# %% ../nbs/32_gguf.ipynb #25c31894
+# %% ../nbs/32_gguf.ipynb #f177d5d6
 LOOKS_LIKE_END = ('<|eot_id|>', '<|im_end|>', '<|return|>', '<|call|>', '<|flush|>', '<|calls|>', '<end_of_turn>', '<|endoftext|>', '<|eom_id|>', '<EOT>', '_<EOT>', '[EOT]', '[EOS]', '<|end_of_text|>',
     '<end_of_utterance>', '<eos>', '<｜end▁of▁sentence｜>', '<|file_sep|>', '<turn|>', '<|tool_response>', '[e~[', '<REPO>', '[PAD]') # llama.cpp ends a text at these
 
@@ -65,7 +65,13 @@ def end_ids(
         ids = [tok.vocab['ÿ']]
         notes.append('the tokenizer has no end-of-text token and llama.cpp cannot do without: byte 0xFF, which no text holds, stands for it')
     keys = dict(zip(('eos_token_id', 'eot_token_id', 'eom_token_id'), ids))
-    return keys | dict(bos_token_id=tok.front[0] if tok.front else ids[0]), notes
+    bos, pad = _said_id(tok, 'bos'), _said_id(tok, 'pad')
+    return keys | dict(bos_token_id=tok.front[0] if tok.front else ids[0] if bos is None else bos) | ({} if pad is None else dict(padding_token_id=pad)), notes
+
+def _said_id(tok, what):
+    "An id that the directory named which the model came from"
+    files = [tok.serving.get(f, {}) for f in ('tokenizer_config.json', 'config.json', 'generation_config.json')]
+    return next((v if k.endswith('_id') else tok.vocab[v] for d in files for k in (f'{what}_token', f'{what}_token_id') if (v := d.get(k)) is not None), None)
 
 # %% ../nbs/32_gguf.ipynb #4930d01c
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5 # Kinds of tokens
@@ -152,11 +158,16 @@ def _write_tensor(f, writer, name, w, kind):
         f.write(b.data); n += b.nbytes
     writer.write_padding(f, n)
 
-# %% ../nbs/32_gguf.ipynb #072bb6de
+# %% ../nbs/32_gguf.ipynb #667e17d5
 def _add_sizes(w, cfg):
     w.add_context_length(cfg.max_seq_len); w.add_embedding_length(cfg.dim); w.add_block_count(cfg.n_layers); w.add_feed_forward_length(cfg.ffn_dim)
     w.add_head_count(cfg.n_heads); w.add_head_count_kv(cfg.n_kv_heads); w.add_key_length(cfg.head_dim); w.add_value_length(cfg.head_dim)
     w.add_rope_dimension_count(cfg.head_dim); w.add_rope_freq_base(cfg.rope_theta); w.add_layer_norm_rms_eps(cfg.eps); w.add_vocab_size(cfg.vocab_size)
+
+def _add_sampling(w, said):
+    for theirs,ours in dict(temperature='temp', top_k='top_k', top_p='top_p', min_p='min_p').items():
+        v = said.get(theirs)
+        if isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < 1e6: (w.add_int32 if theirs == 'top_k' else w.add_float32)(f'general.sampling.{ours}', int(v) if theirs == 'top_k' else v)
 
 def _add_tokenizer(w, tok, rows, pre, ends):
     texts, kinds = token_list(tok, rows)
@@ -170,7 +181,7 @@ def _add_tokenizer(w, tok, rows, pre, ends):
 def _foreign(to):
     if not to.is_file() or to.open('rb').read(4) not in (b'GGUF', b''): return 'is no GGUF file'
 
-# %% ../nbs/32_gguf.ipynb #1006a3c0
+# %% ../nbs/32_gguf.ipynb #80e084d5
 def export_gguf(
     source, # A RUN, a DIR in Hugging Face's format, or a pair (model, tokenizer)
     path, # The file to write
@@ -202,7 +213,7 @@ def export_gguf(
         out = gguf.GGUFWriter(tmp, arch)
         out.add_type('model'); out.add_file_type(FILE_TYPES[dtype])
         if dtype == 'Q8_0': out.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _add_sizes(out, cfg); _add_tokenizer(out, tok, cfg.vocab_size, pre, ends)
+        _add_sampling(out, tok.serving.get('generation_config.json', {})); _add_sizes(out, cfg); _add_tokenizer(out, tok, cfg.vocab_size, pre, ends)
         for n,s in shapes.items():
             kind = gguf.GGMLQuantizationType[kinds[n]]
             size = gguf.quant_shape_to_byte_shape(s, kind)

@@ -258,7 +258,7 @@ def open_weights(
     c = read_json(path/'config.json')
     return _open_run(path, tokenizer) if 'model' in c else _open_dir(path, c, tokenizer)
 
-# %% ../nbs/31_import.ipynb #b502381b
+# %% ../nbs/31_import.ipynb #0010b9b4
 def _open_dir(dir, c, tokenizer):
     where = dir/'config.json'
     cfg, found = from_hf_config(c, where), find_weights(dir)
@@ -274,10 +274,29 @@ def _open_run(run, tokenizer):
     file = step/'model.safetensors'
     have, want = TensorFile(file).tensors, {n: ('F32', s) for n,s in cfg.shapes().items()}
     if bad := next((n for n in [*want, *have] if have.get(n) != want.get(n)), None): raise UserError(f'{file}: tensor {_short(bad)} is {have.get(bad, "missing")}, the run\'s config.json asks for {want.get(bad, "none of that name")}')
-    number = int(step.name.removeprefix('step-'))
-    return Weights(cfg, _reader({n: (file,) for n in have}, [(n, n, False) for n in have]), {'F32'}, Tokenizer.load(run) if tokenizer else None, run_facts(run, number))
+    number, tok = int(step.name.removeprefix('step-')), Tokenizer.load(run) if tokenizer else None
+    if tok and os.path.lexists(f := run/'serving.json'): tok.serving = _serving(read_json(f), cfg, tok, f)
+    return Weights(cfg, _reader({n: (file,) for n in have}, [(n, n, False) for n in have]), {'F32'}, tok, run_facts(run, number))
 
-# %% ../nbs/31_import.ipynb #cf182f38
+# %% ../nbs/31_import.ipynb #dc3a6831
+_SERVING, _IDS, _NAMES = ('config.json', 'generation_config.json', 'tokenizer_config.json'), ('bos_token_id', 'pad_token_id'), ('bos_token', 'pad_token')
+
+def _serving(said, cfg, tok, where)->dict[str,dict]:
+    "How to serve a model, of all that its files say: by file, and only what is fit for this model"
+    config, sampling, names = ({k: v for k,v in d.items() if v is not None} if isinstance(d := said.get(f), dict) else {} for f in _SERVING)
+    text = lambda t: t.get('content') if isinstance(t, dict) else t     # A token may come with its properties
+    control = lambda t: isinstance(t, str) and tok.vocab.get(t) in tok.special_ids
+    ids = lambda d: {k: d[k] for k in _IDS if isinstance(d.get(k), int) and not isinstance(d[k], bool) and 0 <= d[k] < cfg.vocab_size}
+    tokens = {k: text(names[k]) for k in _NAMES if control(text(names.get(k)))}
+    if lost := [f'{k} {_short(d[k])}' for d,ok,keys in ((config, ids(config), _IDS), (sampling, ids(sampling), _IDS), (names, tokens, _NAMES)) for k in keys if k in d and k not in ok]:
+        warnings.warn(f'{where}: {", ".join(lost)} is left out: this model has no such id or control token')
+    more = names.get('additional_special_tokens') or names.get('extra_special_tokens') # The latter since transformers 5
+    if isinstance(more, list) and (more := [t for t in map(text, more) if control(t)]): tokens['additional_special_tokens'] = more
+    tokens |= {k: names[k] for k in ('padding_side', 'truncation_side') if names.get(k) in ('left', 'right')}
+    sampling = {k: v for k,v in sampling.items() if k not in (*_IDS, 'eos_token_id', 'transformers_version')} | ids(sampling)
+    return {f: d for f,d in zip(_SERVING, (ids(config), sampling, tokens)) if d}
+
+# %% ../nbs/31_import.ipynb #72c8a2e2
 def _eos_named(dir:Path, cfg:ModelConfig)->dict[str,list[int]]:
     "Ids that end a text, as config.json and generation_config.json say"
     named = {}
@@ -298,6 +317,7 @@ def _tokenizer(dir, cfg):
         if os.path.lexists(dir/name): _regular(dir/name)
     tok = Tokenizer.load(dir)
     check_vocab(cfg, tok, tok.stop_ids)
+    tok.serving = _serving({f: read_json(dir/f) for f in _SERVING if os.path.lexists(dir/f)}, cfg, tok, dir)
     named['the tokenizer'] = [] if tok.eos_id is None else [tok.eos_id]
     if len({tuple(v[:1]) for v in named.values()}) > 1:
         warnings.warn(f'{dir}: its files name different ids for the end of a text ({", ".join(f"{k} {v}" for k,v in named.items())}); here any of {tok.stop_ids} ends it')
@@ -355,8 +375,8 @@ def export_any(
     if lost: r['notes'].append(f'the weights were {lost[0]}, and rounding them to {dtype_name(dtype)} may change bits; export them in a dtype that holds {lost[0]} to keep them')
     return r
 
-# %% ../nbs/31_import.ipynb #ba607294
-_RUN = {'config.json', 'tokenizer.json', 'chat_template.jinja', 'checkpoints', 'data', 'metrics.jsonl', 'loss.png', 'verify.png'} # What a run holds
+# %% ../nbs/31_import.ipynb #4348f031
+_RUN = {'config.json', 'tokenizer.json', 'serving.json', 'chat_template.jinja', 'checkpoints', 'data', 'metrics.jsonl', 'loss.png', 'verify.png'} # What a run holds
 
 def import_to_run(
     dir, # In Qwen3's, Qwen2's or Llama's format; or another run, of which the newest checkpoint is taken

@@ -95,7 +95,7 @@ def said_eos(
         out = (out or []) + v
     return out
 
-# %% ../nbs/20_tokenizer.ipynb #f5b87b2f
+# %% ../nbs/20_tokenizer.ipynb #b5d6a874
 def said_template(
     dir:Path, # Where the tokenizer.json lies
 )->str|None: # Jinja, or None
@@ -108,6 +108,7 @@ def said_template(
     t = c.get('chat_template') if isinstance(c, dict) else None
     if isinstance(t, list): t = next((x.get('template') for x in t if isinstance(x, dict) and x.get('name') == 'default'), None) # several, by name
     if t is not None and not isinstance(t, str): raise UserError(f'{f}: chat_template must be text')
+    check_unicode(t or '', f'{f}: chat_template')
     return t or None
 
 # %% ../nbs/20_tokenizer.ipynb #f2ffe70c
@@ -205,13 +206,13 @@ def too_much(
         if len(all) > MAX_RULES: return f'{part[0]} has {len(all):,} rules, more than {MAX_RULES}'
         if (n := math.prod(map(growth, all))) > MAX_GROWTH: return f'its {part[0]} could make a text {n:,} times longer'
 
-# %% ../nbs/20_tokenizer.ipynb #154ea4ec
-def check_unicode(text:str):
+# %% ../nbs/20_tokenizer.ipynb #f5b22976
+def check_unicode(text:str, what='the text'):
     "Refuse half a surrogate pair, which no UTF-8 can hold"
     try: text.encode()
-    except UnicodeEncodeError as e: raise UserError(f'the text has a lone surrogate {text[e.start]!a} at character {e.start}, which is not valid Unicode') from None
+    except UnicodeEncodeError as e: raise UserError(f'{what} has a lone surrogate {text[e.start]!a} at character {e.start}, which is not valid Unicode') from None
 
-# %% ../nbs/20_tokenizer.ipynb #44f22e6c
+# %% ../nbs/20_tokenizer.ipynb #3e104ea2
 PARTS = ('normalizer', 'pre_tokenizer', 'post_processor', 'decoder') # Of a tokenizer.json, besides the model
 
 class Tokenizer:
@@ -223,6 +224,7 @@ class Tokenizer:
         where:str='tokenizer.json', # Its name in messages
     ):
         self.json, self.where, self.chat_template = text, where, None
+        self.serving = {} # What a directory said, file by file, of how to serve its model; an import fills it, an export says it again
         check_unicode(text)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         with library(where, 'not a usable tokenizer.json'):
@@ -437,7 +439,7 @@ def pre_name(
     if not isinstance(tok.raw.model, models.BPE) or tok.parts['normalizer'] or not tok.byte_level: return None
     return LLAMA_CPP.get(cuts(tok.parts['pre_tokenizer']), (None, None))[tok.raw.model.ignore_merges]
 
-# %% ../nbs/20_tokenizer.ipynb #42ac7de8
+# %% ../nbs/20_tokenizer.ipynb #ae7c6c12
 def as_qwen2(
     tok, # A `Tokenizer`
 )->RawTokenizer: # transformers 5's reading of it
@@ -476,4 +478,5 @@ def tokenizer_files(
     if not tok.front: c['add_bos_token'] = False
     if (tok.parts['pre_tokenizer'] or {}).get('add_prefix_space'): c['add_prefix_space'] = True
     if tok.chat_template: c['chat_template'] = tok.chat_template
+    c |= tok.serving.get('tokenizer_config.json', {})
     return {'tokenizer.json': tok.json.encode(), 'tokenizer_config.json': (json.dumps(c, indent=2, ensure_ascii=False)+'\n').encode()}
