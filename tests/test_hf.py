@@ -765,13 +765,13 @@ def three_kinds(good, tmp_path_factory):
 def survives(tmp_path):
     "Read, or refused in one line; never another error, never a file written, never long, never much memory"
     peak, counts, worst = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, dict(read=0, refused=0), 0.
-    def one(source, change):
+    def one(source, change, read=import_model):
         nonlocal worst
         d = tmp_path/'d'
         shutil.rmtree(d, ignore_errors=True); shutil.copytree(source, d)
         change(d)
         before, start = {p: p.stat() for p in tmp_path.rglob('*')}, time.process_time()
-        try: import_model(d); counts['read'] += 1
+        try: read(d); counts['read'] += 1
         except UserError as e: counts['refused'] += 1; assert '\n' not in str(e) and len(str(e)) < 1500
         worst = max(worst, time.process_time()-start)
         assert worst < SECONDS
@@ -817,6 +817,20 @@ def test_fuzz_index(three_kinds, survives, data):
             for name in data.draw(st.lists(st.sampled_from(list(i['weight_map'])), max_size=3, unique=True)): i['weight_map'][data.draw(st.one_of(st.just(name), st.text(max_size=5)))] = data.draw(st.one_of(JUNK, st.sampled_from([*set(map(str, i['weight_map'].values())), '/dev/zero', '../d/config.json', 'config.json', 'nowhere.safetensors'])))
         f.write_text(json.dumps(i))
     survives(three_kinds[2], change)
+
+@FUZZ
+@given(data=st.data())
+@pytest.mark.filterwarnings('ignore:.*')
+def test_fuzz_side_files(good, survives, data):
+    "What says how to serve a model, and what a run keeps of it"
+    def change(d):
+        for f in ('generation_config.json', 'tokenizer_config.json'):
+            keys = data.draw(st.lists(st.sampled_from(['bos_token_id', 'pad_token_id', 'eos_token_id', 'temperature', 'top_k', 'x', 'bos_token', 'pad_token', 'eos_token', 'additional_special_tokens', 'extra_special_tokens', 'padding_side', 'chat_template']), max_size=3))
+            (d/f).write_text(json.dumps(js(d/f) | {k: data.draw(st.one_of(JUNK, st.sampled_from(['<|endoftext|>', {'content': '<|endoftext|>'}, ['<|endoftext|>'], 'left']))) for k in keys}))
+    def read(d):
+        w = open_weights(d)
+        for name,b in export._side_files(w.cfg, w.tokenizer, w.tokenizer.stop_ids, torch.bfloat16, {'model.safetensors': []}, []).items(): assert name == 'README.md' or json.loads(b)
+    survives(good, change, read)
 
 @FUZZ
 @given(at=st.integers(0, 2600), what=st.binary(max_size=12), cut=st.integers(0, 40), file=st.sampled_from(['config.json', 'generation_config.json', 'model.safetensors']))
