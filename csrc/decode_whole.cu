@@ -7,16 +7,16 @@
 // number beside each value that is new in every layer of every step.
 // Rounding is that of decode.cu.
 #include "decode.cuh"
+#include <algorithm>
 
 #ifdef __CUDACC__
 constexpr int PART = 1024, ROW = 2 * PART + 64, SLOT = 8 * ROW; // columns of a unit; bytes of its row (64 more, so that 8 rows lie in different banks); of a unit
-constexpr int PACE = 1600;                                       // see `Ring::pace`
 [[maybe_unused]] constexpr unsigned EMPTY = ~0u;
 
 struct Layer { const bf16 *attn_norm, *wq, *wk, *wv, *bq, *bk, *bv, *q_norm, *k_norm, *wo, *ffn_norm, *w_gate, *w_up, *w_down; bf16 *k, *v; };
 struct Whole {
     const Layer* layers;
-    int n_layers, E, F, V, slots, work, pace;
+    int n_layers, E, F, V, slots, work, columns;             // columns: activations of a row that shared memory holds
     const bf16 *final_norm, *head, *x;
     bf16 *flow, *logits;                                         // flow: [2][layers] of [B, (H + 2 Hkv) D], [B, H D], [B, E], [B, F], [B, E]
     float2* best;
@@ -26,7 +26,6 @@ struct Whole {
 };
 
 #if __CUDA_ARCH__ / 100 == 9
-constexpr int KEEP = 2; // units of x that registers hold
 __device__ __forceinline__ unsigned shared(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void barrier_wait(unsigned bar, unsigned parity) {
     asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar), "r"(parity) : "memory");
@@ -63,20 +62,17 @@ struct Ring {
     unsigned char* data;
     int slots, slot = 0;
     unsigned turn = 0;
-    int pace = 0;                                                // clock cycles between two units at least
-    long long last = 0;
+    unsigned long long policy = 0;                               // how the second-level cache keeps what is fetched
     __device__ __forceinline__ void next() { if (++slot == slots) slot = 0, turn ^= 1; }
     // Producer: one unit of `rows` rows of `bytes` bytes that lie `stride` bytes apart; `to` is their distance in the slot
     __device__ __forceinline__ void fetch(const void* from, int rows, int bytes, int64_t stride, int to, int lane) {
         if (lane == 0) {
             barrier_wait(empty + 8 * slot, turn ^ 1);
-            while (clock64() - last < pace);
-            last = clock64();
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * slot), "r"(rows * bytes) : "memory");
         }
         __syncwarp();
         if (lane < rows)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(data + slot * SLOT + lane * to)), "l"(static_cast<const char*>(from) + lane * stride), "r"(bytes), "r"(full + 8 * slot) : "memory");
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared(data + slot * SLOT + lane * to)), "l"(static_cast<const char*>(from) + lane * stride), "r"(bytes), "r"(full + 8 * slot), "l"(policy) : "memory");
         next();
     }
     // Consumer
@@ -98,11 +94,12 @@ struct Product {
 template <int NT, int MODE> struct Tiles {
     static constexpr bool NORM = MODE != ADD;
     static constexpr int OUT = MODE == SWIGLU ? NT / 2 : NT, LINE = NT * 8 + 8;
-    static constexpr int KS = NORM ? 1 : KEEP;                                 // units of x that are in registers at once
     // The producer's half of a product
     static __device__ __forceinline__ void fetch(Ring& ring, const Product& p, int lane) {
         const int groups = (p.N + 8 * OUT - 1) / (8 * OUT), parts = (p.K + PART - 1) / PART;
+#pragma unroll 1
         for (int group = blockIdx.x; group < groups; group += gridDim.x)
+#pragma unroll 1
             for (int part = 0; part < parts; part++)
 #pragma unroll 1
                 for (int i = 0; i < NT; i++) {
@@ -114,60 +111,82 @@ template <int NT, int MODE> struct Tiles {
                     ring.fetch(w + (int64_t)r * p.K + part * PART, max(0, min(8, p.N - n)), 2 * min(PART, p.K - part * PART), 2ll * p.K, ROW, lane);
                 }
     }
-    // The computing half
-    static __device__ __forceinline__ void compute(Ring& ring, const Product& p, const Whole& s, float*& red, float*& other, float (*squared)[8]) {
-        int thread = threadIdx.x, K = p.K;
-        asm volatile("" : "+r"(thread), "+r"(K));                              // unknown to the compiler, or what follows from them would be kept in registers through all layers
-        const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4, B = s.a.B;
-        const int groups = (p.N + 8 * OUT - 1) / (8 * OUT), parts = (K + PART - 1) / PART;
-        const auto column = [&](int part, int step) { return part * PART + (step * WARPS + warp) * 32 + t * 8; };
-        uint4 xs[KS][4], gains[4];
-        const auto load_gains = [&](int part) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int k = column(part, i);
-                gains[i] = k < K ? __ldg(reinterpret_cast<const uint4*>(p.gain + k)) : uint4{};
-            }
+    // The computing half. The activations go to shared memory, each thread has some of them; a norm is applied there
+    static __device__ __forceinline__ void compute(Ring& ring, const Product& p, const Whole& s, float*& red, float*& other, float (*squared)[8], bf16* xb) {
+        const int thread = threadIdx.x, K = p.K;
+        const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4, B = s.a.B, line = s.columns + 32; // 64 bytes more than a row, so that 2 rows lie in different banks
+        const int groups = (p.N + 8 * OUT - 1) / (8 * OUT), parts = (K + PART - 1) / PART, held = s.columns / PART;
+        const auto arrived = [&](uint4 v, const bf16* from) {
+            while (!p.x_there && empty(v)) v = look16(from);
+            return v;
         };
-        const auto load_tile = [&](uint4 (&to)[4], int part) {                 // out of the ring, whose place is free again at once
-            const unsigned char* from = ring.take() + g * ROW;
-#pragma unroll
-            for (int j = 0; j < 4; j++) to[j] = column(part, j) < K ? *reinterpret_cast<const uint4*>(from + ((j * WARPS + warp) * 32 + t * 8) * 2) : uint4{};
-            ring.give(lane);
-        };
-        const auto load_x = [&](int p0) {
-            bool missing = false;
-#pragma unroll
-            for (int u = 0; u < KS; u++) {
+        const auto fill = [&](int k0) {                                        // as they are
+            const int pieces = (min(s.columns, K - k0) + 7) / 8, n = B * pieces;
+#pragma unroll 1
+            for (int i0 = thread; i0 < n; i0 += 4 * THREADS) {
+                uint4 v[4];
+                int b[4], c[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int k = column(p0 + u, i);
-                    xs[u][i] = g < B && k < K ? look16(p.x + (int64_t)g * K + k) : uint4{};
+                    const int k = i0 + i * THREADS;
+                    if (k >= n) continue;
+                    b[i] = B == 1 ? 0 : k / pieces, c[i] = (k - b[i] * pieces) * 8;
+                    v[i] = look16(p.x + (int64_t)b[i] * K + k0 + c[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    if (i0 + i * THREADS < n) *reinterpret_cast<uint4*>(xb + b[i] * line + c[i]) = arrived(v[i], p.x + (int64_t)b[i] * K + k0 + c[i]);
                 }
             }
-            if (p.x_there) return;
-            do {
-                missing = false;
+        };
+        const auto gain = [&](int c) { return __ldg(reinterpret_cast<const uint4*>(p.gain + c)); };
+        const auto fill_normed = [&] {
+            float ss[8] = {};
+            uint4 first{};
+            if (thread * 8 < K) first = gain(thread * 8);
+#pragma unroll 1
+            for (int c = thread * 8; c < K; c += THREADS * 8) {
 #pragma unroll
-                for (int u = 0; u < KS; u++) {
+                for (int h = 0; h < 8; h += 4) {
+                    if (h >= B) break;
+                    uint4 v[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        if (empty(xs[u][i])) missing = true, xs[u][i] = look16(p.x + (int64_t)g * K + column(p0 + u, i));
+                        if (h + i < B) v[i] = look16(p.x + (int64_t)(h + i) * K + c);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        if (h + i >= B) continue;
+                        v[i] = arrived(v[i], p.x + (int64_t)(h + i) * K + c);
+                        ss[h + i] += squares<bf16>(v[i]);
+                        *reinterpret_cast<uint4*>(xb + (h + i) * line + c) = v[i];
                     }
                 }
-            } while (__any_sync(~0u, missing));
-        };
-        float r = 0;
-        const auto apply_norm = [&] {
-            if (NORM) {
+            }
 #pragma unroll
-                for (int i = 0; i < 4; i++) xs[0][i] = normed<bf16>(xs[0][i], r, gains[i]);
+            for (int b = 0; b < 8; b++) {
+                if (b >= B) break;
+                ss[b] = lane_sum(ss[b], 32);
+                if (lane == 0) squared[warp][b] = ss[b];
+            }
+            compute_sync();
+#pragma unroll 1
+            for (int b = 0; b < B; b++) {
+                float sum = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) sum += squared[w][b];
+                const float r = __frsqrt_rn(sum / K + s.a.eps);
+#pragma unroll 1
+                for (int c = thread * 8; c < K; c += THREADS * 8) {
+                    uint4* at = reinterpret_cast<uint4*>(xb + b * line + c);
+                    *at = normed<bf16>(*at, r, c == thread * 8 ? first : gain(c));
+                }
             }
         };
-        bool have = true, finite = true;                                       // `have`: x is in registers, from its first column on
+        bool finite = true;
         float best = -INFINITY;
         int best_id = 0x7fffffff;
-        if (NORM) { load_gains(0); }
+#pragma unroll 1
         for (int group = blockIdx.x; group < groups; group += gridDim.x) {
             const int e = thread, b = e / (8 * OUT), tile = e % (8 * OUT) / 8, n = group * 8 * OUT + e % (8 * OUT); // the output of this thread
             const bool mine = b < B && n < p.N;
@@ -179,55 +198,60 @@ template <int NT, int MODE> struct Tiles {
                 const bf16* from = n < p.end[0] ? p.bias[0] : n < p.end[1] ? p.bias[1] : p.bias[2];
                 if (from) bias = to_float(from[n < p.end[0] ? n : n < p.end[1] ? n - p.end[0] : n - p.end[1]]);
             }
-            if (group == (int)blockIdx.x) {
-                load_x(0);
-                if (NORM) {
-                    float ss = 0;
-                    for (int part = 0; part < parts; part++) {
-                        if (part) load_x(part);
-#pragma unroll
-                        for (int i = 0; i < 4; i++) ss += squares<bf16>(xs[0][i]);
-                    }
-                    ss = lane_sum(ss, 4);
-                    if (t == 0) squared[warp][g] = ss;
-                    compute_sync();
-                    ss = 0;
-#pragma unroll
-                    for (int w = 0; w < WARPS; w++) ss += squared[w][g];
-                    r = __frsqrt_rn(ss / K + s.a.eps);
-                    if (parts > KS) load_x(0);
-                    apply_norm();
-                }
-            }
             float acc[NT][2] = {};
-            for (int p0 = 0; p0 < parts; p0 += KS) {
-                if (!have) {
-                    if (NORM) { load_gains(p0); }
-                    load_x(p0);
-                    apply_norm();
+#pragma unroll 1
+            for (int part = 0; part < parts; part++) {
+                constexpr int TWO = NT > 1 ? 2 : 1;
+                uint4 w[TWO][4];
+                const auto load_tile = [&](uint4 (&to)[4]) {                   // out of the ring, whose place is free again at once
+                    const unsigned char* from = ring.take() + g * ROW;
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int k = (j * WARPS + warp) * 32 + t * 8;
+                        to[j] = part * PART + k < K ? *reinterpret_cast<const uint4*>(from + k * 2) : uint4{};
+                    }
+                    ring.give(lane);
+                };
+#pragma unroll
+                for (int i = 0; i < TWO; i++) load_tile(w[i]);                 // while the activations are under way
+                if (part % held == 0 && (group == (int)blockIdx.x || parts > held)) {
+                    if (part || group != (int)blockIdx.x) compute_sync();
+                    if (NORM) fill_normed();
+                    else fill(part * PART);
+                    compute_sync();
                 }
-                have = parts <= KS;
+                uint4 x[4];
 #pragma unroll
-                for (int u = 0; u < KS; u++) {
-                    if (p0 + u >= parts) break;
+                for (int j = 0; j < 4; j++) {
+                    const int k = (j * WARPS + warp) * 32 + t * 8;
+                    x[j] = g < B && part * PART + k < K ? *reinterpret_cast<const uint4*>(xb + g * line + part % held * PART + k) : uint4{};
+                }
 #pragma unroll
-                    for (int i = 0; i < NT; i++) {
-                        uint4 w[4];
-                        load_tile(w, p0 + u);
-                        float sum[4][4] = {};                                  // four short chains instead of a long one
+                for (int i = 0; i < NT; i += 2) {                              // 16 rows of weights, two tiles, against 8 rows of the batch; four short chains
+                    float sum[4][4] = {};
 #pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            mma(sum[j % 2 * 2], xs[u][j].x, 0, xs[u][j].y, 0, w[j].x, w[j].y);
-                            mma(sum[j % 2 * 2 + 1], xs[u][j].z, 0, xs[u][j].w, 0, w[j].z, w[j].w);
-                        }
+                    for (int j = 0; j < 4; j++) {
+                        const uint4 lo = w[0][j], hi = TWO == 2 ? w[TWO - 1][j] : uint4{};
+                        mma(sum[j % 2 * 2], lo.x, hi.x, lo.y, hi.y, x[j].x, x[j].y);
+                        mma(sum[j % 2 * 2 + 1], lo.z, hi.z, lo.w, hi.w, x[j].z, x[j].w);
+                    }
+                    if (i + 2 < NT) {
 #pragma unroll
-                        for (int c = 0; c < 2; c++) acc[i][c] += (sum[0][c] + sum[1][c]) + (sum[2][c] + sum[3][c]);
+                        for (int k = 0; k < TWO; k++) load_tile(w[k]);
+                    }
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        acc[i][c] += (sum[0][c] + sum[1][c]) + (sum[2][c] + sum[3][c]);
+                        if (TWO == 2) acc[i + TWO - 1][c] += (sum[0][2 + c] + sum[1][2 + c]) + (sum[2][2 + c] + sum[3][2 + c]);
                     }
                 }
             }
 #pragma unroll
             for (int i = 0; i < NT; i++) {
-                if (g < B) *reinterpret_cast<float2*>(red + (g * WARPS + warp) * LINE + i * 8 + 2 * t) = {acc[i][0], acc[i][1]};
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    if (2 * t + c < B) red[((2 * t + c) * WARPS + warp) * LINE + i * 8 + g] = acc[i][c];
+                }
             }
             compute_sync();
             if (warp * 32 < 8 * OUT * B) {
@@ -287,8 +311,9 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
     for (int i = threadIdx.x; i < s.n_layers * (int)(sizeof(Layer) / 16); i += ALL) table[i] = __ldg(reinterpret_cast<const uint4*>(s.layers) + i);
     const Layer* layers = reinterpret_cast<const Layer*>(table);
     __syncthreads();
-    Ring ring{shared(bars[0]), shared(bars[1]), smem, s.slots, 0, 0, s.pace};
+    Ring ring{shared(bars[0]), shared(bars[1]), smem, s.slots, 0, 0};
     int used = 0;
+#pragma unroll 1
     for (int b = 0; b < B; b++) used = max(used, s.a.at[b] / CUT + 1);
     const int group = s.a.H / s.a.Hkv, heads = s.a.Hkv * ((group + G - 1) / G), items = B * heads * used;
     const auto item = [&](A& a, int i) { return a.begin(i / (heads * used), i / used % heads, i % used); };
@@ -309,6 +334,8 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
     if (threadIdx.x >= THREADS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x >= THREADS + 32) return;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(ring.policy)); // all of it is read once a step: it shall not drive out what is written and read at once
+#pragma unroll 1
         for (int i = 0; i < s.n_layers; i++) {
             const Layer& l = layers[i];
             const int lines = (2 * E + 63) / 64, of = blockIdx.x + lane * gridDim.x; // the next layer's norms, on their way to where they are near
@@ -332,7 +359,6 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
             Tiles<6, SWIGLU>::fetch(ring, layer(i, 2), lane);
             Tiles<1, ADD>::fetch(ring, layer(i, 3), lane);
         }
-        ring.pace = 0;                                                         // no waiting in the head: as fast as memory can
         Tiles<4, LOGITS>::fetch(ring, last(), lane);
         return;
     }
@@ -348,9 +374,12 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
     }
     unsigned char* const work = smem + s.slots * SLOT;                         // what attention needs, then twice the sums of the warps
     float *red = reinterpret_cast<float*>(work + A::bytes(s.a.D)), *other = red + WARPS * B * Tiles<6, SWIGLU>::LINE;
+    bf16* const xb = reinterpret_cast<bf16*>(other + WARPS * B * Tiles<6, SWIGLU>::LINE);
+#pragma unroll 1
     for (int i = 0; i < s.n_layers; i++) {
         const Layer& l = layers[i];
-        Tiles<4, STORE>::compute(ring, layer(i, 0), s, red, other, squared);
+        Tiles<4, STORE>::compute(ring, layer(i, 0), s, red, other, squared, xb);
+#pragma unroll 1
         for (int n = blockIdx.x; n < items; n += gridDim.x) {
             A a(s.a);
             a.p.k = l.k, a.p.v = l.v, a.p.q_gain = l.q_norm, a.p.k_gain = l.k_norm, a.p.qkv = flow + i * of_layer;
@@ -385,6 +414,7 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
                 }
                 if (a.used > 1 && in) {
                     Joined all;
+#pragma unroll 1
                     for (int i0 = 0; i0 < a.used; i0 += 8) {
                         uint2 ws[8], ys[8];
                         float w[8], y[8];
@@ -408,11 +438,11 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
                 show_pair(in, d, y + row * D + d, x);
             });
         }
-        Tiles<1, ADD>::compute(ring, layer(i, 1), s, red, other, squared);
-        Tiles<6, SWIGLU>::compute(ring, layer(i, 2), s, red, other, squared);
-        Tiles<1, ADD>::compute(ring, layer(i, 3), s, red, other, squared);
+        Tiles<1, ADD>::compute(ring, layer(i, 1), s, red, other, squared, xb);
+        Tiles<6, SWIGLU>::compute(ring, layer(i, 2), s, red, other, squared, xb);
+        Tiles<1, ADD>::compute(ring, layer(i, 3), s, red, other, squared, xb);
     }
-    Tiles<4, LOGITS>::compute(ring, last(), s, red, other, squared);
+    Tiles<4, LOGITS>::compute(ring, last(), s, red, other, squared, xb);
 #endif
 }
 
@@ -434,11 +464,12 @@ void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, c
     STD_TORCH_CHECK(part.numel() >= 2ll * s.a.B * s.a.H * s.a.cuts * (s.a.D + 1), "decode: `part` is too small");
     const auto go = [&](auto g) {
         constexpr int G = decltype(g)::value;
-        s.work = (int)(2 * 4 * WARPS * s.a.B * (6 * 8 + 8) + Attention<bf16, G, 16, 1>::bytes(s.a.D));
+        const int widest = std::max(s.F, s.a.H * s.a.D), room = std::max(s.E, std::min(widest, 4096));
+        s.columns = (int)ceil_div(room, PART) * PART;
+        s.work = (int)(2 * 4 * WARPS * s.a.B * (6 * 8 + 8) + Attention<bf16, G, 16, 1>::bytes(s.a.D) + 2 * s.a.B * (s.columns + 32));
         const int table = s.n_layers * (int)sizeof(Layer);
         s.slots = (smem_limit() - 2048 - s.work - table) / SLOT;
         if (s.slots > 16) s.slots = 16;
-        s.pace = PACE;
         STD_TORCH_CHECK(s.slots >= 3, "decode: not enough shared memory for a whole step");
         const int bytes = s.slots * SLOT + s.work + table;
         cudaFuncSetAttribute(whole_kernel<G>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
