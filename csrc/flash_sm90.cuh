@@ -33,6 +33,12 @@ __device__ __forceinline__ float4 shared4(uint32_t at) {
 __device__ __forceinline__ uint64_t matrix(uint32_t at, uint32_t lbo) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(lbo >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
+// The same, `step` bytes behind `at`. If `at` is the same for all parts of a product and `step` a constant, one addition is left for each, in uniform registers.
+__device__ __forceinline__ uint64_t matrix(uint32_t at, int step, uint32_t lbo) {
+    uint64_t d;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"((at >> 4) + (lbo >> 4 << 16) + (step >> 4)), "n"(1024 >> 4 | 1 << 30));
+    return d;
+}
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -106,18 +112,19 @@ __device__ __forceinline__ Work work_of(int n, int B, int H, int section, int ti
     return {(tiles - 1 - r / heads) * rows, bh / H, bh % H};
 }
 
+template <int D> constexpr int PLACES = D == 64 ? 4 : 2; // places for tiles of keys and of values, as many as fit
 // D: columns in shared memory, 64 or 128; W: columns that are multiplied, the head's size rounded up to 32, 64, 96 or 128
 // `next`, 0 at the start, counts the tiles taken: a block that is done sooner takes more. Who takes which is of no account to the result.
 template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bounds__((WGS + 1) * 128, 1)
     forward_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const Flash f, int section, int* next) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int BM = 64 * WGS, NT = BN / 8, SLABS = D / 64, STAGES = 2, TILE = BN * D * 2, OWN = BM * D * 2;
+    constexpr int BM = 64 * WGS, NT = BN / 8, SLABS = D / 64, STAGES = PLACES<D>, TILE = BN * D * 2, OWN = BM * D * 2;
     extern __shared__ char raw[];
     __shared__ uint64_t bars[4 + 4 * STAGES];
     __shared__ int4 item[2]; // whose queries lie in either place for Q: first query, row of the batch, head; last 0: there are no more
     const uint32_t q = (__cvta_generic_to_shared(raw) + 1023) & ~1023, k = q + 2 * OWN, v = k + STAGES * TILE;
     const uint32_t bar = __cvta_generic_to_shared(bars), q_full = bar, q_free = bar + 16, k_full = bar + 32, k_free = k_full + 8 * STAGES, v_full = k_free + 8 * STAGES, v_free = v_full + 8 * STAGES;
-    const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, tiles = tiles_of(f.T, BM), all = tiles * f.B * f.H;
+    const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32, tiles = tiles_of(f.T, BM), all = tiles * f.B * f.H; // wg: known to be one for a warp
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; s++) mbar_init(q_full + 8 * s, 1), mbar_init(q_free + 8 * s, WGS * 128); // every thread that reads `item` arrives
         for (int s = 0; s < STAGES; s++) mbar_init(k_full + 8 * s, 1), mbar_init(k_free + 8 * s, WGS * 4), mbar_init(v_full + 8 * s, 1), mbar_init(v_free + 8 * s, WGS * 4);
@@ -191,29 +198,33 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
             wgmma_fence();
 #pragma unroll
             for (int d = 0; d < W / 16; d++)
-                Wgmma<T>::nt(s, matrix(my_q + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(k + at * TILE + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
+                Wgmma<T>::nt(s, matrix(my_q, d / 4 * BM * 128 + d % 4 * 32, 16), matrix(k + at * TILE, d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
             wgmma_commit();
         };
         auto add_values = [&](int at) {
             pin(o[0]);
             wgmma_fence();
 #pragma unroll
-            for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(o[0], p[d], matrix(v + at * TILE + d * 16 * 128, BN * 128));
+            for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(o[0], p[d], matrix(v + at * TILE, d * 16 * 128, BN * 128));
             wgmma_commit();
         };
         auto softmax = [&](int j0) {
             const bool mask = t.all_lo > j0 || t.all_hi < j0 + BN;
+            auto mask_row = [&](int y) {
+                const int i = w.i0 + row0 + 8 * y + lane / 4, j = j0 + lane % 4 * 2;
+                const Run seen = i < f.T ? keys_of(f, w.b, i) : Run{0, 0};
+#pragma unroll
+                for (int x = 0; x < NT; x++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (x * 8 + e < seen.lo - j || x * 8 + e >= seen.hi - j) s[x][2 * y + e] = -INFINITY;
+            };
+            // ptxas puts the wait for the values behind the last branch, wherever it stands here: two warpgroups are faster with half of the exponentials before it, three with none
+            constexpr bool by_row = WGS == 2;
+            if (!by_row && mask) mask_row(0), mask_row(1);
 #pragma unroll
             for (int y = 0; y < 2; y++) {
-                if (mask) {
-                    const int i = w.i0 + row0 + 8 * y + lane / 4, j = j0 + lane % 4 * 2;
-                    const Run seen = i < f.T ? keys_of(f, w.b, i) : Run{0, 0};
-#pragma unroll
-                    for (int x = 0; x < NT; x++)
-#pragma unroll
-                        for (int e = 0; e < 2; e++)
-                            if (x * 8 + e < seen.lo - j || x * 8 + e >= seen.hi - j) s[x][2 * y + e] = -INFINITY;
-                }
+                if (by_row && mask) mask_row(y);
                 float top = m[y];
 #pragma unroll
                 for (int x = 0; x < NT; x++) top = fmaxf(top, fmaxf(s[x][2 * y], s[x][2 * y + 1]));
@@ -616,7 +627,7 @@ template <class T, int D, int W, int BN, int WGS> bool forward_sm90_run(const Fl
     CUtensorMap q, k, v;
     if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, 64 * WGS) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, BN) || !tensor_map<T>(v, f.v, f.B, f.Hkv, f.S, f.D, BN)) return false;
     auto* kernel = forward_sm90<T, D, W, BN, WGS>;
-    constexpr int bytes = (2 * 64 * WGS + 4 * BN) * D * 2 + 1024;
+    constexpr int bytes = (2 * 64 * WGS + 2 * PLACES<D> * BN) * D * 2 + 1024;
     allow_smem((const void*)kernel, bytes);
     const int heads = f.B * f.H, fit = (int)std::min<int64_t>(heads, std::max<int64_t>(1, (32 << 20) / ((int64_t)f.S * D * 4)) * f.group); // 32 MiB of keys and values at a time
     const int blocks = std::min(sm_count(), heads * tiles_of(f.T, 64 * WGS));
