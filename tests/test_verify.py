@@ -1,5 +1,5 @@
 "verify: sound exports pass, every planted mistake is caught by numbers alone, and nothing an engine does is a crash."
-import json, math, os, signal, subprocess, sys, time
+import json, math, os, re, shlex, shutil, signal, subprocess, sys, time
 from dataclasses import replace
 from pathlib import Path
 import pytest, torch
@@ -58,6 +58,9 @@ def models(tok, tmp_path_factory, kept):
 def kept():
     "Engines whose processes serve the whole file: starting one takes seconds"
     class Kept(P.Remote):
+        def start(self): # the two dtypes of a program have one process; whoever is asked takes it
+            if self.p is None: [e.hand_over(self) for e in engines.values() if e.p is not None and e.shares(self)]
+            super().start()
         def close(self, *a, **kw): return 0
     engines = {n: Kept(n) for n in ALL}
     for e in engines.values(): e.start() # while the models are trained
@@ -370,9 +373,9 @@ def test_prompts(models, tok, tmp_path):
     assert r.ok and len(r.cases[0].tokens) == 128-len(r.cases[0].ids)
     (tmp_path/'p.txt').write_bytes('\ufeffOne day\n\n  \nThe é\r\n'.encode())
     assert V.read_prompts(tmp_path/'p.txt') == ['One day', 'The é']
-    (tmp_path/'p.jsonl').write_text('"a"\n{"prompt": "b"}\n{"text": "c"}\n')
-    assert V.read_prompts(tmp_path/'p.jsonl') == ['a', 'b', 'c']
-    for name,data,why in (('e.txt', b'\n', 'no prompt'), ('u.txt', b'ok\xff', 'byte 2'), ('j.jsonl', b'"a"\n{', 'line 2'), ('k.jsonl', b'{"x": 1}', 'line 1')):
+    (tmp_path/'p.jsonl').write_text('"a"\n{"prompt": "b"}\r\n{"text": "c\u2028d"}\n') # JSON may hold that as it is
+    assert V.read_prompts(tmp_path/'p.jsonl') == ['a', 'b', 'c\u2028d']
+    for name,data,why in (('e.txt', b'\n', 'no prompt'), ('u.txt', b'ok\xff', 'byte 2'), ('j.jsonl', b'"a"\n{', 'line 2'), ('k.jsonl', b'{"x": 1}', 'line 1'), ('deep.jsonl', b'['*100000, 'line 1')):
         (tmp_path/name).write_bytes(data)
         with pytest.raises(UserError, match=why): V.read_prompts(tmp_path/name)
     with pytest.raises(UserError, match='nowhere'): V.read_prompts(tmp_path/'nowhere.txt')
@@ -476,6 +479,28 @@ if os.fork(): os._exit(0)
 open(sys.argv[1]+'.daemon', 'w').write(str(os.getpid())); time.sleep(600)
 '''
 
+ZYGOTE = r'''
+import json, os, sys, tempfile
+from xtrain import plugins as P, verify as V
+from xtrain.cli import main
+calls = json.loads(sys.argv[1])
+V.prepare_cases(*calls[0]['argv'][1:3], max_tokens=1) # imports what all of them will need
+P._engines_file = lambda: os.environ['FILE']
+pids = []
+for c in calls:
+    pids.append(os.fork())
+    if pids[-1]: continue
+    os.setsid(); os.environ.update(c['env']); tempfile.tempdir = None
+    log = os.open(c['log'], os.O_WRONLY | os.O_CREAT)
+    for fd in (1, 2): os.dup2(log, fd)
+    sys.argv[1:] = c['argv']
+    main()
+print(pids, flush=True)
+for _ in pids:
+    pid, status = os.wait()
+    print([pid, os.waitstatus_to_exitcode(status)], flush=True)
+'''
+
 @pytest.fixture(scope='module')
 def run_dir(tmp_path_factory):
     "A run and its export on disk, for the command line"
@@ -489,29 +514,34 @@ def run_dir(tmp_path_factory):
 def test_nothing_stays(tmp_path, run_dir):
     "verify is stopped, one way or another, while an engine hangs: the engine, its child, a daemon of its own and every temporary file go"
     (tmp_path/'evil.py').write_text(EVIL); (tmp_path/'lost.py').write_text(LOST)
-    start = "import os\nfrom xtrain import plugins as P\nfrom xtrain.cli import main\nP._engines_file = lambda: os.environ['FILE']\nmain()"
     ways = [('engine', signal.SIGTERM, 143), ('engine', signal.SIGKILL, -9), ('engine', signal.SIGHUP, 129), ('command', signal.SIGINT, 130), ('command', signal.SIGKILL, -9)]
-    running = []
+    calls = []
+    for n,(kind,*_) in enumerate(ways):
+        d = tmp_path/str(n); (d/'tmp').mkdir(parents=True)
+        engine = 'transformers-f32' if kind == 'engine' else f'command:sh -c "echo $$ > \'{d}/mark\'; exec {sys.executable} \'{tmp_path}/lost.py\' \'{d}/mark\'" {{dir}} {{prompt}}'
+        calls.append(dict(argv=['verify', str(run_dir/'run'), str(run_dir/'hf'), '--engine', engine], log=str(d/'log'), env=dict(MARK=str(d/'mark'), TMPDIR=str(d/'tmp'))))
+    z = subprocess.Popen([sys.executable, '-c', ZYGOTE, json.dumps(calls)], stdout=subprocess.PIPE, text=True, env=os.environ | dict(EVIL='hang', OMP_NUM_THREADS='1', FILE=str(tmp_path/'evil.py'), LOST=str(tmp_path/'lost.py')))
+    pids = json.loads(z.stdout.readline())
     try:
-        for n,(kind,sig,code) in enumerate(ways): # all at once: most of it is importing torch
-            d = tmp_path/str(n); d.mkdir(); (d/'tmp').mkdir()
-            engine = 'transformers-f32' if kind == 'engine' else f'command:sh -c "echo $$ > \'{d}/mark\'; exec {sys.executable} \'{tmp_path}/lost.py\' \'{d}/mark\'" {{dir}} {{prompt}}'
-            env = os.environ | dict(EVIL='hang', FILE=str(tmp_path/'evil.py'), MARK=str(d/'mark'), LOST=str(tmp_path/'lost.py'), TMPDIR=str(d/'tmp'))
-            running.append(subprocess.Popen([sys.executable, '-c', start, 'verify', str(run_dir/'run'), str(run_dir/'hf'), '--engine', engine], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True))
-        for n,(p,(kind,sig,code)) in enumerate(zip(running, ways)):
-            def wait(f): return next((int(f.read_text()) for _ in range(1200) if p.poll() is None and (f.exists() and f.read_text().strip() or time.sleep(.05))), None)
-            child, daemon = wait(tmp_path/str(n)/'mark'), wait(tmp_path/str(n)/'mark.daemon')
-            assert child and daemon, p.stderr.read() if p.poll() is not None else 'it never hung'
-            p.send_signal(sig)
-            err = p.communicate(timeout=30)[1]
-            assert p.returncode == code and 'Traceback' not in err and err.count('\n') <= 2, err
+        for n,(pid,(kind,sig,code)) in enumerate(zip(pids, ways)):
+            d = tmp_path/str(n)
+            def wait(f): return next((int(f.read_text()) for _ in range(1200) if f.exists() and f.read_text().strip() or time.sleep(.05)), None)
+            child, daemon = wait(d/'mark'), wait(d/'mark.daemon')
+            assert child and daemon, (d/'log').read_text()
+            os.kill(pid, sig)
+            assert json.loads(z.stdout.readline()) == [pid, code]
+            err = (d/'log').read_text()
+            assert 'Traceback' not in err and err.count('\n') <= 2, err
             assert gone(child) and (sys.platform != 'linux' or gone(daemon)), (kind, sig)
             for _ in range(100):
-                if not (left := os.listdir(tmp_path/str(n)/'tmp')): break
+                if not (left := os.listdir(d/'tmp')): break
                 time.sleep(.05)
             assert left == [], (kind, sig)
     finally:
-        for p in running: p.kill(); p.wait()
+        for pid in pids:
+            try: os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError: pass
+        z.communicate(timeout=30)
     assert sorted(os.listdir(run_dir)) == ['hf', 'run'] and 'verify.png' not in os.listdir(run_dir/'run')
 
 def test_a_guard_leaves_the_living_alone(tmp_path):
@@ -621,6 +651,49 @@ def test_reading_text():
     assert P.printed_ids('[1, 2') is None and P.printed_ids('[]') == [] and P.printed_ids('5, 6', bare=True) == [5, 6]
     assert P.printed_logits('took 1.5 s\nversion 1.2.3') == {} # no id, no logit
 
+@pytest.fixture
+def xserv(tmp_path, monkeypatch):
+    "The specification's two programs on the PATH; tests/xserv.py plays them, in numpy alone"
+    (tmp_path/'bin').mkdir()
+    for name in ('xserv-cli', 'dump-logits'):
+        (f := tmp_path/'bin'/name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).with_name("xserv.py")))} {name} "$@"\n')
+        f.chmod(0o755)
+    monkeypatch.setenv('PATH', f'{tmp_path/"bin"}:{os.environ["PATH"]}')
+
+def test_the_specifications_programs(models, xserv, tmp_path):
+    "The lines that the help documents, as they stand there: a sound export is answered with the reference's words, a wrong one is found out"
+    from click.testing import CliRunner
+    from xtrain.cli import main
+    def xtrain(*args): return CliRunner().invoke(main, ['verify', *map(str, args)])
+    lines = re.findall(r"--engine '((?:command|logits):.*)'", xtrain('--help').output)
+    assert lines == ['command:xserv-cli {dir} {prompt} --max-tokens {max_tokens}', 'logits:dump-logits {dir} {prompt}']
+    lines += [f'{kind}-f32:{line} --f32' for kind,_,line in (l.partition(':') for l in lines)]
+    shutil.copytree(models['gqa'][1], tmp_path/'hf')
+    def ask(dir, prompts='42'):
+        (tmp_path/'p.txt').write_text(prompts)
+        r = xtrain(tmp_path/'hf', dir, '--prompts', tmp_path/'p.txt', '--max-tokens', 20, '--picture', tmp_path/'v.png', '--json', *(a for l in lines for a in ('--engine', l)))
+        return r.exit_code, json.loads(r.stdout)['engines']
+    code, (cli, dump, cli32, dump32) = ask(tmp_path/'hf', 'Once upon a time\nThe "little" $cat')
+    assert code == 0 and [e['verdict'] for e in (dump, cli32, dump32)] == ['identical']*3 and cli['verdict'] in ('identical', 'near-tie')
+    assert len(cli32['tokens']) == 2 and cli32['forks'] == [] and dump32['logprob'] < 1e-4 < dump['logprob'] <= dump['logprob_bound'] # four decimals are printed
+    S.plant(tmp_path/'hf', tmp_path/'bad', 'KV heads tiled')
+    code, engines = ask(tmp_path/'bad')
+    assert code == 1 and [e['verdict'] for e in engines] == ['structural']*4
+    S.plant(tmp_path/'hf', tmp_path/'short', 'q_norm dropped')
+    code, engines = ask(tmp_path/'short')
+    assert code == 1 and all(e['verdict'] == 'structural' and 'q_norm' in e['reasons'][0] for e in engines) # its own last words
+
+def test_greedy_and_nothing_else(models, tok, tmp_path):
+    "What a directory asks of a sampler is nobody's business here"
+    m, d = models['gqa']
+    shutil.copytree(d, tmp_path/'hf')
+    g = json.loads((d/'generation_config.json').read_text())
+    asks = dict(do_sample=True, temperature=.6, top_k=20, top_p=.95, min_p=.1, repetition_penalty=1.5, no_repeat_ngram_size=2, min_new_tokens=50, max_new_tokens=3, suppress_tokens=[5])
+    (tmp_path/'hf'/'generation_config.json').write_text(json.dumps(g | asks))
+    r = run(tok, m, tmp_path/'hf', max_tokens=20, engines=ALL)
+    assert r.ok and [r.engines[i].verdict for i in (0, 2)] == ['identical']*2, V.show(r)
+    assert len({i for c in r.cases for i in zip(c.tokens, c.tokens[1:])}) < sum(len(c.tokens)-1 for c in r.cases) # they do say some pair of tokens twice
+
 def test_model_card(models, tok, tmp_path):
     m, d = models['tied']
     r = run(tok, m, d, engines=['transformers-f32'], prompts=['a|b', 'One day'], max_tokens=4)
@@ -704,6 +777,8 @@ def test_text_of_ones_own(models, tok, tmp_path):
     assert r.engines[0].kl_tokens == len(tok.encode(text)) and r.held_out == f'{len(tok.encode(text)):,} held-out tokens'
     (tmp_path/'cut.txt').write_bytes('aé'.encode()*9)
     assert V.read_text_file(tmp_path/'cut.txt', 5) == 'aéa' # a character cut by the limit is left out
+    (tmp_path/'torn.txt').write_bytes('aé'.encode()[:-1])
+    with pytest.raises(UserError, match='byte 1'): V.read_text_file(tmp_path/'torn.txt') # one cut by whoever wrote it is not
     for name,data,why in (('e', b' \n', 'no text'), ('b', b'ok\xff', 'byte 2'), ('none', None, 'no such file')):
         if data: (tmp_path/name).write_bytes(data)
         with pytest.raises(UserError, match=why): V.read_text_file(tmp_path/name)

@@ -262,18 +262,18 @@ def too_small(
     if sound.logprob is None: return f'it changes no token of these prompts{"" if engine.exact else " but near-ties"}, and this engine shows no probabilities'
     return f'it changes log p by {worst:.2g} and KL by {e["kl"]:.2g}, and {"float32" if engine.exact else "bfloat16"} is allowed {bound:.2g} and {kl:.2g}'
 
-# %% ../nbs/33_selftest.ipynb #af11903d
+# %% ../nbs/33_selftest.ipynb #3889011c
 def caught_by(
     o:Outcome, # Of an engine
 )->str: # Empty if it saw nothing
     "In a word"
-    if o.verdict == 'not run': return 'load' # it ran on the sound one
+    if not o.ran: return 'load' # it did on the sound one
     if o.verdict != 'structural': return ''
     for word,said in (('load', 'does not load'), ('text', 'reads prompt'), ('log p', 'first-step'), ('KL', 'KL div'), ('tokens', 'forks at'), ('tokens', 'goes on')):
         if said in o.reasons[0]: return word
     return 'error'
 
-# %% ../nbs/33_selftest.ipynb #59913980
+# %% ../nbs/33_selftest.ipynb #2ec44be0
 @dataclass
 class SelfTest:
     "What was planted, and who saw it"
@@ -287,14 +287,14 @@ class SelfTest:
     def missed(self)->list[str]:
         return [f'{f}: {e}' for f,row in self.cells.items() for e,(state,_) in row.items() if state == 'MISSED'] + [f'{f}: files' for f,by in self.files.items() if not by]
     @property
-    def ok(self)->bool: return not self.missed and all(o.verdict in ('identical', 'near-tie', 'not run') for o in self.sound) and any(o.verdict != 'not run' for o in self.sound)
+    def ok(self)->bool: return not self.missed and any(o.ran for o in self.sound) and not any(o.verdict == 'structural' for o in self.sound)
 
     def to_dict(self)->dict:
         "For `--json`"
         return _finite(dict(ok=self.ok, missed=self.missed, skipped=self.skipped, sound={o.engine: o.verdict for o in self.sound},
             faults={f: dict(files=self.files[f], engines={e: dict(state=s, why=w) for e,(s,w) in row.items()}) for f,row in self.cells.items()}))
 
-# %% ../nbs/33_selftest.ipynb #fe3a690a
+# %% ../nbs/33_selftest.ipynb #0fa3b0b4
 def selftest(
     run, # A run directory, or a pair (model, tokenizer)
     dir, # Its export
@@ -310,14 +310,14 @@ def selftest(
 )->SelfTest:
     "Plant each fault in a copy of `dir` and ask each engine, with no look at the files; the files' checks are asked apart"
     say = progress or (lambda s: None)
-    asked = chosen = pick_engines(engines, timeout)
+    chosen = pick_engines(engines, timeout)
     try:
         for e in chosen[:1]:
             if hasattr(e, 'start'): e.start()
         ref, cases, windows, _ = prepare_cases(run, dir, prompts, max_tokens, held_out, say, text)
         if prompts is None: cases = cases[:2]+cases[3:4]
         sound = [run_engine(e, dir, ref, cases, windows, say, close=False) for e in chosen]
-        chosen = [e for e,o in zip(asked, sound) if o.verdict != 'not run'] # one that cannot read this model at all
+        ran = [(e, o) for e,o in zip(chosen, sound) if o.ran] # the others cannot read this model at all
         r = SelfTest(sound, {}, {}, {}, [])
         sure = sorted(((m, t) for c in cases for m,t in zip(c.margin, c.tokens) if t not in ref.stop), reverse=True)
         with tempfile.TemporaryDirectory(prefix='xtrain-') as tmp:
@@ -331,11 +331,11 @@ def selftest(
                 size = effect(ref, bad, cases, windows)
                 with warnings.catch_warnings():
                     warnings.simplefilter('ignore') # about what was planted
-                    r.outcomes[name] = {e.name: run_engine(e, bad, ref, cases, windows, enough=enough, close=False) for e in chosen}
-                r.cells[name] = {e.name: _cell(e, s, r.outcomes[name][e.name], name, size, cases) for e,s in zip(chosen, (o for o in sound if o.verdict != 'not run'))}
+                    r.outcomes[name] = {e.name: run_engine(e, bad, ref, cases, windows, enough=enough, close=False) for e,_ in ran}
+                r.cells[name] = {e.name: _cell(e, o, r.outcomes[name][e.name], name, size, cases) for e,o in ran}
                 shutil.rmtree(bad)
     finally:
-        for e in asked: e.close()
+        for e in chosen: e.close()
     return r
 
 # %% ../nbs/33_selftest.ipynb #36563bf1
@@ -344,13 +344,13 @@ def _cell(engine, sound, o, name, size, cases):
     if why := engine.blind.get(name) or too_small(engine, sound, size, cases): return 'cannot see', why
     return 'MISSED', ''
 
-# %% ../nbs/33_selftest.ipynb #00272534
+# %% ../nbs/33_selftest.ipynb #b496ef68
 def show_selftest(
     r:SelfTest, # From `selftest`
 )->str: # Plain text
     "A row for each fault, a column for each engine; below, why some cannot be seen"
     from tabulate import tabulate
-    names = [o.engine for o in r.sound if o.verdict != 'not run']
+    names = [o.engine for o in r.sound if o.ran]
     rows = [[f, ', '.join(r.files[f]) or 'MISSED', *(by if state == 'caught' else state for state,by in (row[e] for e in names))] for f,row in r.cells.items()]
     why = [f'{e} cannot see {f!r}: {w}' for f,row in r.cells.items() for e,(state,w) in row.items() if state == 'cannot see']
     bad = [f'{o.engine}: the sound export is {o.verdict}: {"; ".join(o.reasons[:2])}' for o in r.sound if o.verdict not in ('identical', 'near-tie')]

@@ -9,8 +9,8 @@ __all__ = ['RANK', 'MARKS', 'PROMPTS', 'CHECKS', 'as_exported', 'ulp_bf16', 'nea
            'Report', 'show', 'write_card', 'picture', 'read_text_file', 'read_prompts', 'held_out_ids', 'openings',
            'verify', 'pick_engines', 'prepare_cases']
 
-# %% ../nbs/33_closed_loop.ipynb #5fd73a26
-import copy, json, math, re, time
+# %% ../nbs/33_closed_loop.ipynb #eae9cf12
+import copy, io, json, math, re, time
 from dataclasses import dataclass, field, asdict
 from pathlib import Path
 import torch
@@ -200,7 +200,7 @@ def first_fork(
     f, b = (ref.logits(case.ids+case.tokens[:s], t)[-1] for t in (torch.float32, torch.bfloat16))
     return Fork(n, s, want, other, (f[want]-f[other]).item(), near_tie_bound(f, b))
 
-# %% ../nbs/33_closed_loop.ipynb #04d1e926
+# %% ../nbs/33_closed_loop.ipynb #c0d9dfce
 @dataclass
 class Outcome:
     "What one engine did"
@@ -224,19 +224,19 @@ class Outcome:
     seconds:float=0.
 
     @property
+    def ran(self)->bool: return self.verdict != 'not run'
+    @property
     def up_to(self)->int|None:
         "New tokens every prompt has in common with the reference; None if all of them"
         return min((f.step for f in self.forks), default=None)
 
-# %% ../nbs/33_closed_loop.ipynb #08ad2f5c
+# %% ../nbs/33_closed_loop.ipynb #6226dd66
 def compare_text(o:Outcome, engine:Engine, ref:Reference, cases:list[Case]):
     "Token ids of the prompts; an engine that has no normaliser is given text that needs none"
     for n,c in enumerate(cases):
         text = c.text if engine.normal else ref.tokenizer.raw.normalizer.normalize_str(c.text)
         if text != c.text: o.notes.append(f'prompt {n+1} was normalised for it: the tokenizer does that, and this engine cannot')
         if text and (ids := engine.encode(text)) is not None and list(ids) != c.ids: o.reasons.append(f'reads prompt {n+1} as other token ids: {list(ids)[:8]}, not {c.ids[:8]}')
-
-
 
 # %% ../nbs/33_closed_loop.ipynb #aac60c93
 def compare_tokens(
@@ -380,7 +380,7 @@ def run_engine(
 # %% ../nbs/33_closed_loop.ipynb #56ba8dcd
 RANK = ('identical', 'near-tie', 'structural')
 
-# %% ../nbs/33_closed_loop.ipynb #7f521be2
+# %% ../nbs/33_closed_loop.ipynb #e1f8ffc5
 @dataclass
 class Report:
     "Everything `verify` found out"
@@ -399,7 +399,7 @@ class Report:
         return max((e.verdict for e in self.engines if e.verdict in RANK), key=RANK.index, default='not run')
 
     @property
-    def ok(self)->bool: return self.verdict in ('identical', 'near-tie') and not (self.asked and any(e.verdict == 'not run' for e in self.engines))
+    def ok(self)->bool: return self.verdict in ('identical', 'near-tie') and not (self.asked and not all(e.ran for e in self.engines))
 
     def to_dict(self)->dict:
         "For `--json`: plain numbers, strings and lists; what is not finite becomes None"
@@ -465,7 +465,7 @@ def write_card(
     if new != text: write_atomic(card, new.encode('utf-8', 'surrogateescape'))
     return True
 
-# %% ../nbs/33_closed_loop.ipynb #8374bd93
+# %% ../nbs/33_closed_loop.ipynb #5471bc43
 def picture(
     r:Report, # From `verify`
     path=None, # Where to save it as PNG; None only draws
@@ -498,7 +498,7 @@ def picture(
     e.set(xscale='log', xlim=(5e-9, None), yticks=range(len(shown)), yticklabels=[o.engine for o,*_ in shown], ylim=(len(shown)-.4, -.6),
         xlabel='largest |Δ log p| over the vocabulary (1e-8: equal)', title='Errors of each engine, and what is allowed (black)'); e.grid(alpha=.3)
     if path:
-        import io, warnings
+        import warnings
         from xtrain.files import write_atomic
         with warnings.catch_warnings():
             warnings.simplefilter('ignore') # a glyph the font lacks is drawn as a box
@@ -510,38 +510,35 @@ def picture(
 PROMPTS = ('Once upon a time', 'One day', 'The little')
 CHECKS = ('config', 'tensors', 'weights', 'tokenizer')
 
-# %% ../nbs/33_closed_loop.ipynb #74ef8437
+# %% ../nbs/33_closed_loop.ipynb #7c34edd4
 def read_text_file(
-    path, # UTF-8
-    limit:int=1<<20, # Bytes that are read
+    path, # UTF-8, with or without a byte order mark
+    limit:int=1<<20, # Bytes that are read; -1 for all
+    what:str='text', # What it must not be without
 )->str:
     "The beginning of a text"
     import codecs
     try:
-        with open(path, 'rb') as f: text = codecs.getincrementaldecoder('utf-8-sig')().decode(f.read(limit)) # a character that the limit cuts is dropped
+        with open(path, 'rb') as f: data = f.read(limit)
+        text = codecs.getincrementaldecoder('utf-8-sig')().decode(data, final=len(data) != limit) # a character that the limit cuts is dropped
     except UnicodeDecodeError as e: raise UserError(f'{path} is not UTF-8 (byte {e.start}); save it as UTF-8') from None
     except OSError as e: raise UserError(f'cannot read {path}: {e.strerror.lower()}') from None
-    if not text.strip(): raise UserError(f'{path} holds no text')
+    if not text.strip(): raise UserError(f'{path} holds no {what}')
     return text
 
 def read_prompts(
-    path, # UTF-8 text, one prompt a line; or .jsonl with strings or objects that have `prompt` or `text`
+    path, # One prompt a line; or .jsonl with strings or objects that have `prompt` or `text`
 )->list[str]:
     "Prompts of a file; empty lines are skipped"
-    path = Path(path)
-    try: text = path.read_bytes().decode('utf-8-sig')
-    except UnicodeDecodeError as e: raise UserError(f'{path} is not UTF-8 (byte {e.start}); save it as UTF-8') from None
-    except OSError as e: raise UserError(f'cannot read prompts from {path}: {e.strerror}') from None
     out = []
-    for n,line in enumerate(text.splitlines(), 1):
+    for n,line in enumerate(io.StringIO(read_text_file(path, -1, 'prompt'), newline=None), 1):
         if not line.strip(): continue
-        if path.suffix == '.jsonl':
+        if Path(path).suffix == '.jsonl':
             try: line = json.loads(line)
-            except ValueError as e: raise UserError(f'{path} line {n} is not JSON: {e}') from None
+            except (ValueError, RecursionError) as e: raise UserError(f'{path} line {n} is not JSON: {e}') from None
             if isinstance(line, dict): line = line.get('prompt', line.get('text'))
             if not isinstance(line, str): raise UserError(f'{path} line {n} has no string under "prompt" or "text"')
-        out.append(line)
-    if not out: raise UserError(f'{path} holds no prompt')
+        out.append(line.rstrip('\n'))
     return out
 
 # %% ../nbs/33_closed_loop.ipynb #c9e36382
