@@ -722,10 +722,23 @@ for i, name in enumerate(('a (1,) bf16', 'b+1 {{}} f', 'c')):
     print(f'ran {{i+1}}: {{name}}')
 print('========= ERROR SUMMARY: {int(bad)} errors'); sys.exit({7*bad})
 """); fake.chmod(0o755)
-    assert S.watch(fake, tool, '', dict(os.environ)) == (7*bad, 3)
+    assert S.watch(fake, tool, '', dict(os.environ)) == ('FAILED (exit status 7)' if bad else '', 3)
     out = capsys.readouterr().out
     assert (f'{tool}: that was b+1 {{}} f' in out) == ('Uninitialized' in out) == bad
     assert ('kns=round_dq' in (tmp_path/'args').read_text()) == (tool == 'initcheck')
+
+def test_a_sanitizer_that_takes_too_long(tmp_path):
+    "Is told apart from one that found something"
+    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
+    fake = tmp_path/'compute-sanitizer'; fake.write_text('#!/bin/sh\necho "ran 1: a"\nexec sleep 60\n'); fake.chmod(0o755)
+    assert S.watch(fake, 'memcheck', '', dict(os.environ), timeout=1) == ('stopped after 1 s', 1)
+
+def test_products_over_zeros_are_the_same():
+    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
+    x, w, b = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)
+    for f in (lambda: torch.nn.functional.linear(x, w), lambda: torch.nn.functional.linear(x, w, b), lambda: x @ x.mT):
+        with S.zeros_first(): got = f()
+        assert torch.allclose(got, f())
 
 def test_the_sanitizer_knows_every_file():
     spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
