@@ -9,6 +9,7 @@ constexpr int MAX_ROWS = 16; // queries of a group
 
 template <class T, int D> __global__ void __launch_bounds__(128) decode_kernel(const Flash f, float* part, float* part_lse, int cuts) {
     constexpr int KW = Cut<D>::WARP, NT = KW / 8, TILE = KW * D * 2;
+    done(); // nothing else is to be begun here: the join may come in beside the last blocks
     extern __shared__ __align__(128) char smem[];
     __shared__ float ms[4][MAX_ROWS], ls[4][MAX_ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cut = blockIdx.x % cuts, bh = blockIdx.x / cuts, b = bh / f.Hkv, hk = bh % f.Hkv, rows = f.group * f.T;
@@ -100,6 +101,9 @@ template <class T, int D> __global__ void __launch_bounds__(1024) join_kernel(co
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32, d = blockIdx.x % (D / 32) * 32 + lane, each = tiles_of(cuts, warps);
     const float *lse = part_lse + row * cuts, *x = part + row * cuts * D + d;
     float top = -INFINITY, sum = 0, acc = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory"); // for the answers of all cuts
+#endif
     for (int c = lane; c < cuts; c += 32) top = fmaxf(top, lse[c]);
     for (int w = 16; w; w >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
     if (top > -INFINITY) {
@@ -126,6 +130,6 @@ template <class T, int D> void decode(const Flash& f, cudaStream_t s) {
     allow_smem((const void*)decode_kernel<T, D>, bytes);
     float* lse = f.delta + (int64_t)f.B * f.H * f.T * cuts * D;
     decode_kernel<T, D><<<f.B * f.Hkv * cuts, 128, bytes, s>>>(f, f.delta, lse, cuts);
-    if (cuts > 1) join_kernel<T, D><<<f.B * f.H * f.T * (D / 32), 32 * std::min(32, pow2_at_least(ceil_div(cuts, 8))), 0, s>>>(f, f.delta, lse, cuts);
+    if (cuts > 1) launch_after(join_kernel<T, D>, f.B * f.H * f.T * (D / 32), 32 * std::min(32, pow2_at_least(ceil_div(cuts, 8))), s, f, f.delta, lse, cuts);
 }
 #endif
