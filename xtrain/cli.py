@@ -498,6 +498,7 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
 def _check_picture(picture):
     from pathlib import Path
     if picture and not Path(picture).resolve().parent.is_dir(): raise UserError(f'--picture {picture}: there is no directory {Path(picture).parent}')
+    if picture and Path(picture).is_dir(): raise UserError(f'--picture {picture}: that is a directory; name a file')
 
 @main.group('bench')
 def _bench():
