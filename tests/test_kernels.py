@@ -733,11 +733,11 @@ def test_a_sanitizer_that_takes_too_long(tmp_path):
     fake = tmp_path/'compute-sanitizer'; fake.write_text('#!/bin/sh\necho "ran 1: a"\nexec sleep 60\n'); fake.chmod(0o755)
     assert S.watch(fake, 'memcheck', '', dict(os.environ), timeout=1) == ('stopped after 1 s', 1)
 
-def test_products_over_zeros_are_the_same():
+def test_products_by_the_cpu_are_the_same():
     spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     x, w, b = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)
     for f in (lambda: torch.nn.functional.linear(x, w), lambda: torch.nn.functional.linear(x, w, b), lambda: x @ x.mT):
-        with S.zeros_first(): got = f()
+        with S.products_by_the_cpu(): got = f()
         assert torch.allclose(got, f())
 
 def test_the_sanitizer_knows_every_file():
