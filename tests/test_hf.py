@@ -394,6 +394,27 @@ def test_bad_targets(good, tok, tmp_path, monkeypatch):
     assert 'permission denied' in refusal(export_hf, make(), tok, tmp_path/'m')
     assert [p.name for p in tmp_path.iterdir()] == ['file']
 
+@pytest.mark.parametrize('command', ['export', 'import', 'gguf'])
+def test_what_came_to_the_place_meanwhile_is_kept(good, tmp_path, monkeypatch, command):
+    "A long export was begun, and somebody else put a directory or a file there"
+    from xtrain import gguf, tensors
+    def late(f):
+        def g(*args):
+            if command == 'gguf': (tmp_path/'to').write_text('mine')
+            else: (tmp_path/'to').mkdir(exist_ok=True); (tmp_path/'to/thesis.tex').touch()
+            return f(*args)
+        return g
+    for m,n in ((tensors, "_write"), (gguf, "_write_tensor")): monkeypatch.setattr(m, n, late(getattr(m, n)))
+    rc, out, err = xtrain(command, good, tmp_path/'to')
+    assert rc == 1 and 'exists already' in err and [p.name for p in tmp_path.iterdir()] == ['to']
+    assert (tmp_path/'to').read_text() == 'mine' if command == 'gguf' else os.listdir(tmp_path/'to') == ['thesis.tex']
+
+def test_a_name_that_is_no_text(good, tmp_path):
+    "The safetensors library could not read it again"
+    to = os.fsdecode(os.fsencode(tmp_path)+b'/caf\xe9')
+    for command in ('export', 'import'): assert 'choose another name' in xtrain(command, good, to)[2]
+    assert not list(tmp_path.iterdir())
+
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write anywhere')
 def test_a_read_only_parent(tok, tmp_path):
     tmp_path.chmod(0o555)
@@ -481,6 +502,7 @@ def test_ends_that_are_no_ids(d, eos):
 @pytest.mark.parametrize('key, value', [
     ('model_type', 'qwen2'), ('model_type', 'llama'), ('model_type', 'qwen3_moe'), ('model_type', 'mistral'), ('model_type', ['qwen3']), ('model_type', {}), ('model_type', 'gone'), ('model_type', None), ('architectures', ['Qwen3ForSequenceClassification']), ('architectures', 'Qwen3ForCausalLM'),
     ('attention_bias', True), ('use_sliding_window', True), ('hidden_act', 'gelu'), ('quantization_config', {'bits': 4}), ('auto_map', {'AutoModel': 'x.py'}), ('partial_rotary_factor', .5),
+    ('quantization', {'group_size': 64, 'bits': 4}), ('rope_parameters', {'rope_theta': 5e5, 'partial_rotary_factor': .5}), ('rope_scaling', {'type': 'default', 'mrope_section': [3, 3, 3]}),
     ('rope_scaling', {'rope_type': 'yarn', 'factor': 4.}), ('rope_scaling', {'type': 'linear', 'factor': 2.}), ('rope_scaling', 'x'), ('rope_parameters', {'full_attention': {'rope_theta': 5e5}}), ('rope_parameters', {'rope_theta': 1e4}), ('rope_theta', 1e4),
     ('layer_types', ['full_attention', 'sliding_attention']), ('layer_types', 'x'), ('layer_types', ['full_attention']), ('tie_word_embeddings', 0), ('tie_word_embeddings', True), ('tie_word_embeddings', 'yes'), ('num_hidden_layers', 3), ('num_hidden_layers', 1),
     ('head_dim', 'gone'), ('head_dim', 16), ('head_dim', 17), ('num_key_value_heads', 3), ('num_key_value_heads', 4), ('num_key_value_heads', 'gone'), ('num_attention_heads', 12), ('hidden_size', 41), ('intermediate_size', 57), ('vocab_size', 301), ('vocab_size', 'gone'),
@@ -517,7 +539,7 @@ def test_no_base_anywhere(d):
     set_config(d, rope_theta='gone', rope_parameters='gone')
     assert 'rope_theta' in refused_unchanged(d)
 
-@pytest.mark.parametrize('change', [dict(rope_theta='gone'), dict(rope_parameters='gone'), dict(rope_theta=500000), dict(rope_scaling={'rope_type': 'default'}), dict(rope_scaling={}), dict(torch_dtype='gone', dtype='bfloat16'), dict(layer_types=['full_attention']*2), dict(architectures='gone'),
+@pytest.mark.parametrize('change', [dict(rope_theta='gone'), dict(rope_parameters='gone'), dict(rope_theta=500000), dict(rope_scaling={'rope_type': 'default'}), dict(rope_scaling={'rope_type': 'default', 'factor': None}), dict(rope_parameters={'rope_type': 'default', 'rope_theta': 5e5, 'partial_rotary_factor': 1.}), dict(rope_scaling={}), dict(torch_dtype='gone', dtype='bfloat16'), dict(layer_types=['full_attention']*2), dict(architectures='gone'),
     dict(use_sliding_window=False, sliding_window=4096, max_window_layers=0), dict(attention_dropout=.1), dict(use_cache=False), dict(unsloth_version='2025'), dict(hidden_act='gone'), dict(tie_word_embeddings='gone'), dict(attention_bias='gone')])
 def test_harmless_differences_are_read(d, good, change):
     set_config(d, **change)
@@ -593,6 +615,8 @@ NORM, Q = 'model.norm.weight', 'model.layers.0.self_attn.q_proj.weight'
     (lambda t: t['model.embed_tokens.weight'][299].__setitem__(39, math.inf), ['model.embed_tokens.weight', 'NaN or infinity']),
     (lambda t: [t.update({'_orig_mod.'+n: t.pop(n)}) for n in list(t)], ["'_orig_mod.'", 'random weights']),
     (lambda t: [t.update({'module.'+n: t.pop(n)}) for n in list(t)], ["'module.'"]),
+    (lambda t: [t.update({n.replace('model.', 'model.language_model.'): t.pop(n)}) for n in list(t)], ['0 layers', 'language_model']),
+    (lambda t: t.update({'model.layers.0.self_attn.rotary_emb.inv_freq': 1e4**(-torch.arange(0, 18, 2)/18)}), ['inv_freq', 'rope_theta']),
     (lambda t: [t.update({'_orig_mod.module.'+n: t.pop(n)}) for n in list(t)], ["'_orig_mod.module.'"]),
     (lambda t: [t.update({n.removeprefix('model.'): t.pop(n)}) for n in list(t)], ['lack "model." in front', 'Qwen3ForCausalLM']),
     (lambda t: [t.pop(n) for n in list(t)] + [t.update(x=torch.zeros(1))], ['0 layers']),
@@ -620,6 +644,12 @@ def test_a_tied_flag_on_an_untied_model(d):
     set_config(d, tie_word_embeddings=True)
     assert 'tie_word_embeddings is true, but lm_head.weight differs' in refused_unchanged(d)
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_frequencies_in_an_old_file(d, good, dtype):
+    "Early Llamas stored RoPE's table; nobody reads it"
+    set_tensors(d, lambda t: t.update({f'model.layers.{i}.self_attn.rotary_emb.inv_freq': (5e5**(-torch.arange(0, 18, 2)/18)).to(dtype) for i in range(2)}))
+    assert same(dict(import_model(d).params()), dict(import_model(good).params()))
+
 def test_padded_rows_survive(tmp_path, tok):
     "C09"
     model = make(replace(GQA, vocab_size=tok.vocab_size+20))
@@ -642,7 +672,7 @@ def test_damaged_containers(d, good, damage, words):
     said = refused_unchanged(d)
     assert 'model.safetensors' in said and all(w in said for w in words), said
 
-@pytest.mark.parametrize('change', [dict(shape=[20]), dict(shape=[80]), dict(shape=[10**18]*200_000), dict(shape=[-40]), dict(shape='x'), dict(shape=[1.5]), dict(shape=[2**63]), dict(data_offsets=[0, 80]), dict(data_offsets=[80, 0]), dict(data_offsets=['a', 'b']), dict(data_offsets=[0]), dict(data_offsets=None), dict(dtype='X'), dict(dtype=7), dict(dtype='F32')])
+@pytest.mark.parametrize('change', [dict(shape=[20]), dict(shape=[80]), dict(shape=[10**18]*200_000), dict(shape=[-40]), dict(shape='x'), dict(shape=[1.5]), dict(shape=[2**63]), dict(shape=['abcdefgh', 2**40]), dict(shape=[[7], 2**40]), dict(shape=[True]*40), dict(data_offsets=[0, 80]), dict(data_offsets=[80, 0]), dict(data_offsets=['a', 'b']), dict(data_offsets=[0]), dict(data_offsets=None), dict(dtype='X'), dict(dtype=7), dict(dtype='F32')])
 def test_headers_that_contradict_themselves(d, good, change):
     h, rest = header((good/'model.safetensors').read_bytes())
     h[NORM].update(change)
@@ -697,6 +727,7 @@ def test_parts_that_are_missing_or_left_over(sharded, good):
     assert shards[1] in refused_unchanged(sharded)
     (sharded/shards[1]).write_bytes(data)
     import_model(sharded)
+    os.rename(sharded/'model.safetensors.index.json', sharded/'x'); assert 'the index of the shards was not copied' in refused_unchanged(sharded); os.rename(sharded/'x', sharded/'model.safetensors.index.json')
     (sharded/'model-00009-of-00009.safetensors').write_bytes(data)
     assert 'model-00009-of-00009.safetensors is not named' in refused_unchanged(sharded)
     (sharded/'model-00009-of-00009.safetensors').unlink()
@@ -750,7 +781,8 @@ def test_a_byte_order_mark_is_read_over(d):
 
 # --- fuzz: XTRAIN_FUZZ=10000 pytest tests/test_hf.py -k fuzz -s ---
 
-FUZZ = settings(max_examples=int(os.environ.get('XTRAIN_FUZZ', 60)), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+TIMES = int(os.environ.get('XTRAIN_FUZZ', 60))
+def FUZZ(f): return pytest.mark.timeout(300 + TIMES)(settings(max_examples=TIMES, deadline=None, database=None, suppress_health_check=list(HealthCheck))(f))
 JUNK = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-2**70, 2**70), st.floats(), st.text(max_size=8), st.sampled_from([0, 1, 40, 18, 2**31, 'silu', 'BF16', 'F32', 'F64', 'I8', 'default', 'full_attention', 'llama', 'qwen2', 'qwen3'])),
     lambda c: st.one_of(st.lists(c, max_size=3), st.dictionaries(st.sampled_from(['rope_type', 'rope_theta', 'dtype', 'shape', 'data_offsets', 'factor', 'x']), c, max_size=3)), max_leaves=6)
 SECONDS, MEGABYTES = 5, 300 # What one input may take of a core, and all of them together of memory
@@ -1041,4 +1073,5 @@ def test_neither_a_run_nor_a_directory(tmp_path, d):
     (tmp_path/'file').write_text(''); assert 'is not a directory' in refusal(load_any, tmp_path/'file')
     (tmp_path/'e').mkdir(); assert 'neither a run nor a model directory' in refusal(load_any, tmp_path/'e') and 'config.json is missing' in refusal(import_model, tmp_path/'e')
     (tmp_path/'e/model.gguf').write_text(''); assert 'model.gguf' in refusal(load_any, tmp_path/'e')
+    (tmp_path/'cache/snapshots').mkdir(parents=True); assert 'in a directory of its snapshots' in refusal(load_any, tmp_path/'cache') and 'hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B' in refusal(load_any, 'Qwen/Qwen3-0.6B')
     (d/'tokenizer.json').unlink(); assert 'tokenizer.json is missing' in refused_unchanged(d, import_hf) and import_model(d)

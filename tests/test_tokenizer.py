@@ -460,7 +460,9 @@ def bent(draw, bases):
 def bases(): return [made_raw(n).to_str() for n in KINDS]
 
 # By hand: XTRAIN_FUZZ=10000 pytest tests/test_tokenizer.py -k fuzz
-@settings(max_examples=int(os.environ.get('XTRAIN_FUZZ', 100)), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+TIMES = int(os.environ.get('XTRAIN_FUZZ', 100))
+@pytest.mark.timeout(300 + TIMES)
+@settings(max_examples=TIMES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_fuzz_tokenizer_json(bases, tmp_path_factory, data):
     "It works, or one line says why not: no crash, no hang, no heap of memory, nothing written, nothing printed"

@@ -230,7 +230,7 @@ def _side_files(cfg, tokenizer, stop, dtype, shards, facts)->dict[str,bytes]:
         files['model.safetensors.index.json'] = _js(dict(metadata=dict(total_size=total), weight_map=dict(sorted(where.items()))))
     return files
 
-# %% ../nbs/31_export.ipynb #60b0b03f
+# %% ../nbs/31_export.ipynb #2d872d7f
 def export_weights(
     cfg:ModelConfig, # The architecture
     get:Callable[[str],Tensor], # Gives a parameter by xtrain's name, `[in, out]`, in any float dtype
@@ -256,6 +256,7 @@ def export_weights(
         for name,data in files.items(): (tmp/name).write_bytes(data)
         for name,names in shards.items(): write_safetensors(tmp/name, {n: (dtype, shapes[n]) for n in names}, fetch)
         sizes = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
+        check_target(dir, overwrite) # Something may have come there in the meantime
     return dict(dir=str(path), tensors=len(shapes), params=cfg.num_params(), files=sizes, notes=notes)
 
 # %% ../nbs/31_export.ipynb #48b36945

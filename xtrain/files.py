@@ -89,7 +89,7 @@ def _fsync(path):
         if e.errno != errno.EINVAL: raise # Some file systems cannot flush a folder
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #ce6e7433
+# %% ../nbs/12_files.ipynb #84b50b1d
 def check_place(
     path, # Where a file or a directory shall be written
     overwrite:bool=False, # May it replace what is there?
@@ -99,6 +99,8 @@ def check_place(
     "Refuse a place before any work is done; an empty directory is free"
     if not os.fspath(path): raise UserError('the path to write to is empty')
     to = Path(os.path.realpath(path))
+    try: str(to).encode()
+    except UnicodeEncodeError: raise UserError(f'{path} is no UTF-8, and safetensors opens no such path; choose another name') from None
     try:
         if to.exists() and to.is_dir() != folder: raise UserError(f'{path} is a file, not a directory' if folder else f'{path} is a directory; name the file to write')
         if to.exists() and not (folder and not any(to.iterdir())):
@@ -143,7 +145,7 @@ def _exchange(a, b):
     except AttributeError: return False
     return r == 0
 
-# %% ../nbs/12_files.ipynb #8e28226d
+# %% ../nbs/12_files.ipynb #e46c7554
 @contextmanager
 def new_dir(
     path, # Where the directory shall be; its parent exists
@@ -160,14 +162,15 @@ def new_dir(
         with writing(path, every=True):
             for d,_,names in os.walk(tmp, topdown=False):
                 for p in [*names, '.']: _fsync(os.path.join(d, p))
-            _put(tmp, to)
+            check_place(path, overwrite) # Something may have come there in the meantime
+            _put(tmp, to, overwrite)
             _fsync(to.parent)
     finally: # After a swap `tmp` is the old directory, after an error the unfinished one
         _remove(tmp); os.close(fd)
 
-def _put(tmp, to):
+def _put(tmp, to, overwrite):
     "Give `tmp` the name `to`; what was there gets the name `tmp`"
-    if not to.exists() or not any(to.iterdir()): return os.rename(tmp, to)
+    if not overwrite or not to.exists() or not any(to.iterdir()): return os.rename(tmp, to) # It fails on a directory that holds something
     if _exchange(tmp, to): return
     old = tmp.with_name(tmp.name+'-old') # A crash between the two renames is put right by `sweep`
     os.rename(to, old); os.rename(tmp, to); _remove(old)
@@ -183,7 +186,7 @@ def locked(
     try: yield
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #889486f7
+# %% ../nbs/12_files.ipynb #43a3abc9
 PICKLES = ('.pt', '.pth', '.bin', '.pkl', '.pickle', '.ckpt', '.distcp')
 
 _BYTES = {'F64': 8, 'F32': 4, 'F16': 2, 'BF16': 2, 'I64': 8, 'I32': 4, 'I16': 2, 'I8': 1, 'U8': 1, 'BOOL': 1, 'F8_E4M3': 1, 'F8_E5M2': 1} # Of a number; the library knows more
@@ -205,7 +208,7 @@ def once(
 
 def _why_not(path):
     "Why a file is no safetensors file, or None"
-    if path.suffix in PICKLES: return 'only safetensors is accepted; a pickle can run code when it is opened'
+    if path.suffix in PICKLES: return 'was not opened: only safetensors is accepted; a pickle can run code when it is opened'
     if not path.is_file():
         found = sorted(p.name for p in path.parent.glob('*') if p.suffix in PICKLES)
         return no_file(path) + (f'; {found[0]} is there, but only safetensors is accepted' if found else '')
@@ -213,7 +216,7 @@ def _why_not(path):
     with open(path, 'rb') as f:
         head = f.read(64)
         if head.startswith(b'version https://git-lfs'): return 'is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`'
-        if head[8:9] != b'{' and head[:1] in (b'\x80', b'P'): return 'only safetensors is accepted; this is a pickle or zip under another name'
+        if head[8:9] != b'{' and head[:1] in (b'\x80', b'P'): return 'was not opened: only safetensors is accepted; this is a pickle or zip under another name'
         if size < 10: return f'is no safetensors file: it has only {size} bytes'
         n = int.from_bytes(head[:8], 'little')
         if n > size-8: return f'is no safetensors file, or cut off: its header should have {n:,} bytes, the file has {size:,}'
@@ -222,13 +225,14 @@ def _why_not(path):
         try:
             table = {k: v for k,v in json.loads(f.read(n), object_pairs_hook=once).items() if k != '__metadata__'}
             need = 8 + n + max([v['data_offsets'][1] for v in table.values()] or [0])
-            fits = lambda v: len(v['shape']) < 17 and v['data_offsets'][1]-v['data_offsets'][0] == math.prod(v['shape'])*_BYTES[v['dtype']] # A product of a million numbers would take for ever
+            sane = lambda shape: len(shape) < 17 and all(type(k) is int for k in shape) # A million numbers would multiply for ever, and 'ab' times 2**31 is a text of 4 GB
+            fits = lambda v: sane(v['shape']) and v['data_offsets'][1]-v['data_offsets'][0] == math.prod(v['shape'])*_BYTES[v['dtype']]
             odd = next((k for k,v in table.items() if v['dtype'] in _BYTES and not fits(v)), None)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError): return 'is damaged: its header is no JSON table of tensors'
     if odd is not None: return f'is damaged: the shape of tensor {odd[:100]!r} does not fit the bytes that it has'
     if need != size: return f'is damaged or cut off: its tensors need {need:,} bytes, the file has {size:,}'
 
-# %% ../nbs/12_files.ipynb #566cb3de
+# %% ../nbs/12_files.ipynb #2071b9b9
 @contextmanager
 def open_safetensors(
     path, # The file
@@ -238,7 +242,7 @@ def open_safetensors(
     from safetensors import safe_open, SafetensorError
     path = Path(path)
     try:
-        if (why := _why_not(path)): raise UserError(f'{path}: {why}')
+        if (why := _why_not(path)): raise UserError(f'{path} {why}')
         f = safe_open(path, framework)
     except (SafetensorError, OSError) as e: raise UserError(f'{path} cannot be read: {" ".join(str(e).split())[:200]}') from None
     with f: yield f

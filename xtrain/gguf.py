@@ -181,7 +181,7 @@ def _add_tokenizer(w, tok, rows, pre, ends):
 def _foreign(to):
     if not to.is_file() or to.open('rb').read(4) not in (b'GGUF', b''): return 'is no GGUF file'
 
-# %% ../nbs/32_gguf.ipynb #80e084d5
+# %% ../nbs/32_gguf.ipynb #2add4f91
 def export_gguf(
     source, # A RUN, a DIR in Hugging Face's format, or a pair (model, tokenizer)
     path, # The file to write
@@ -229,4 +229,5 @@ def export_gguf(
                 _write_tensor(f, out, n, t, kinds[n])
                 del t
         finally: out.close()
+        check_place(path, overwrite, folder=False, foreign=_foreign) # Something may have come there in the meantime
     return dict(path=str(path), arch=arch, dtype=dtype, pre=pre, tensors=len(shapes), params=cfg.num_params(), bytes=os.path.getsize(path), notes=notes)

@@ -61,12 +61,14 @@ def read_json(
     if not isinstance(d, dict): raise UserError(f'{path} is not a JSON object')
     return d
 
-# %% ../nbs/31_import.ipynb #d90dbbb3
+# %% ../nbs/31_import.ipynb #c41c9a40
 def _instead(dir:Path)->str:
     "What a directory without safetensors holds"
     for p in sorted(dir.iterdir()):
         if p.suffix in PICKLES: return f'; {p.name} may hold a pickle, which can run any code, so it was not opened: only safetensors is read'
+        if re.fullmatch(r'model-\d+-of-\d+\.safetensors', p.name): return f', only {p.name}: the index of the shards was not copied'
         if p.suffix in ('.gguf', '.h5', '.msgpack', '.npz', '.safetensors'): return f', only {p.name}'
+        if p.name == 'snapshots' and p.is_dir(): return '; the model is in a directory of its snapshots'
     return ''
 
 def _index(path:Path)->dict[Path,set[str]]:
@@ -101,11 +103,11 @@ def find_weights(
         found |= {n: (file, *e) for n,e in head.items()}
     return found
 
-# %% ../nbs/31_import.ipynb #69e6d294
+# %% ../nbs/31_import.ipynb #1a0a85ef
 _KEYS = dict(vocab_size='vocab_size', dim='hidden_size', n_layers='num_hidden_layers', n_heads='num_attention_heads', n_kv_heads='num_key_value_heads',
     head_dim='head_dim', ffn_dim='intermediate_size', max_seq_len='max_position_embeddings')
 
-_ONLY = dict(hidden_act=('silu', None), use_sliding_window=(False, None), partial_rotary_factor=(1, None), rope_interleaved=(False, None), quantization_config=(None,), auto_map=(None,))
+_ONLY = dict(hidden_act=('silu', None), use_sliding_window=(False, None), partial_rotary_factor=(1, None), rope_interleaved=(False, None), quantization_config=(None,), quantization=(None,), auto_map=(None,))
 
 _FAMILIES = { # model_type: architecture, (qk_norm, qkv_bias), keys of which only these values can be represented
     'qwen3': ('Qwen3ForCausalLM', (True, False), dict(attention_bias=(False, None))),
@@ -129,7 +131,7 @@ def _theta(c, where)->float:
     for key in ('rope_parameters', 'rope_scaling'):
         if not (r := c.get(key)) : continue
         kind = r.get('rope_type', r.get('type', 'default')) if isinstance(r, dict) else r
-        if kind != 'default' or set(r)-{'rope_type', 'type', 'rope_theta'}: raise UserError(f'{where}: {key} is {_short(r if kind == "default" else kind)}; xtrain has plain RoPE only')
+        if kind != 'default' or not all(k in ('rope_type', 'type', 'rope_theta') or v is None or k == 'partial_rotary_factor' and v == 1 for k,v in r.items()): raise UserError(f'{where}: {key} is {_short(r if kind == "default" else kind)}; xtrain has plain RoPE only')
         if 'rope_theta' in r: thetas[f'{key}.rope_theta'] = _number(r, 'rope_theta', where, f'{key}.rope_theta')
     if not thetas: raise UserError(f'{where} has no rope_theta, and engines differ in what they take instead')
     if len(set(thetas.values())) > 1: raise UserError(f'{where} names two RoPE bases: {", ".join(f"{k} {v}" for k,v in thetas.items())}')
@@ -171,7 +173,7 @@ def from_hf_config(
         their = re.sub(r'\w+', lambda m: _KEYS.get(m[0], m[0]), str(e))     # num_attention_heads, not n_heads
         raise UserError(str(e) if str(where) in str(e) else f'{where}: {their}') from None
 
-# %% ../nbs/31_import.ipynb #b7754e31
+# %% ../nbs/31_import.ipynb #0726670c
 def check_tensors(
     cfg:ModelConfig, # What the config says
     found:dict[str,tuple[Path,str,tuple[int,...]]], # What `find_weights` found
@@ -182,10 +184,10 @@ def check_tensors(
     kind = KINDS[cfg.qk_norm, cfg.qkv_bias][1].removesuffix('ForCausalLM')
     for name,(file,*_) in found.items():
         if name.endswith('.model.embed_tokens.weight'):
-            raise UserError(f'{file}: tensor names begin with {_short(name[:-25])}, left by a wrapper (torch.compile, DDP); engines ignore such tensors and run on random weights: export the model inside the wrapper')
+            raise UserError(f'{file}: tensor names begin with {_short(name[:-25])}, put there by a wrapper (torch.compile, DDP, PEFT) or a larger model around it; engines ignore such tensors and run on random weights: save the model inside')
     if 'embed_tokens.weight' in found: raise UserError(f'{found["embed_tokens.weight"][0]}: tensor names lack "model." in front: this is a {kind}Model, the trunk without its head; save the {kind}ForCausalLM')
     layers = len({m[1] for n in found if (m := re.match(r'model\.layers\.(\d+)\.', n))})
-    if layers != cfg.n_layers: raise UserError(f'{where}: num_hidden_layers is {cfg.n_layers}, the weights hold {layers} layers')
+    if layers != cfg.n_layers: raise UserError(f'{where}: num_hidden_layers is {cfg.n_layers}, the weights hold {layers} layers' + ('' if layers or not found else f'; their tensors have names such as {_short(max(found))}'))
     shapes, file = hf_shapes(cfg), next((f for f,*_ in found.values()), where)
     odd = [n for n in found if n not in shapes and not (n == 'lm_head.weight' and found[n][2] == shapes['model.embed_tokens.weight'])]
     for name in odd:
@@ -244,7 +246,7 @@ def _same(found, where):
     if not all(torch.equal(a.read('lm_head.weight', i, i+step), b.read('model.embed_tokens.weight', i, i+step)) for i in range(0, shape[0], step)):
         raise UserError(f'{where}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight')
 
-# %% ../nbs/31_import.ipynb #1e2fdd17
+# %% ../nbs/31_import.ipynb #3eb8d661
 def open_weights(
     path, # A run of `xtrain train`, or a directory in Qwen3's, Qwen2's or Llama's format
     tokenizer:bool=True, # Read the tokenizer too? It must be there then
@@ -252,16 +254,24 @@ def open_weights(
     "Check everything that can be checked without reading the numbers; of a run, take the newest checkpoint"
     path = Path(path)
     if not path.is_dir():
-        why = 'is not a directory' if path.exists() else 'does not exist'
+        why = 'is not a directory' if path.exists() else 'does not exist' + (f'; to fetch it from Hugging Face: hf download {path} --local-dir {path.name}' if re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) and not path.parent.exists() else '')
         raise UserError(f'{path} {why}' + ('; only safetensors is read, a pickle can run any code' if path.suffix in PICKLES else ''))
     if not os.path.lexists(path/'config.json'): raise UserError(f'{path} is neither a run nor a model directory: it has no config.json{_instead(path)}')
     c = read_json(path/'config.json')
     return _open_run(path, tokenizer) if 'model' in c else _open_dir(path, c, tokenizer)
 
-# %% ../nbs/31_import.ipynb #0010b9b4
+# %% ../nbs/31_import.ipynb #3552004e
+def _drop_frequencies(cfg, found, where):
+    "Old Llama files hold RoPE's frequencies too; nobody reads them, but they must be those of the config"
+    for name in [n for n in found if n.endswith('.rotary_emb.inv_freq')]:
+        want, (file, dtype, shape) = cfg.rope_theta**(-torch.arange(0, cfg.head_dim, 2)/cfg.head_dim), found.pop(name)
+        if dtype not in CODES or shape != want.shape or not TensorFile(file).read(name).float().allclose(want, rtol=.01, atol=1e-6):
+            raise UserError(f'{file}: {_short(name)} has other frequencies than rope_theta and head_dim of {where} give')
+
 def _open_dir(dir, c, tokenizer):
     where = dir/'config.json'
     cfg, found = from_hf_config(c, where), find_weights(dir)
+    _drop_frequencies(cfg, found, where)
     check_tensors(cfg, found, where, c.get('head_dim') is not None)
     if cfg.tied and 'lm_head.weight' in found: _same(found, where)
     return Weights(cfg, _reader(found, tensor_map(cfg)), {d for _,d,_ in found.values()}, _tokenizer(dir, cfg) if tokenizer else None, [('weights', f'imported from {_code(dir.resolve().name)}')])
@@ -269,7 +279,9 @@ def _open_dir(dir, c, tokenizer):
 def _open_run(run, tokenizer):
     from xtrain.checkpoint import latest_checkpoint
     from xtrain.tokenizer import Tokenizer
-    cfg, step = ModelConfig.from_dict(read_json(run/'config.json')['model']), latest_checkpoint(run)
+    c, step = read_json(run/'config.json'), latest_checkpoint(run)
+    try: cfg = ModelConfig.from_dict(c['model'])
+    except UserError as e: raise UserError(f'{run/"config.json"}: {e}') from None
     if step is None: raise UserError(f'{run} holds no checkpoint yet; train it first')
     file = step/'model.safetensors'
     have, want = TensorFile(file).tensors, {n: ('F32', s) for n,s in cfg.shapes().items()}
