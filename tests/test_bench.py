@@ -111,6 +111,13 @@ def test_a_clock_that_drifts_drifts_for_all(monkeypatch, result):
     line = next(l for l in B.table(dict(result, rows=rows)).splitlines() if l.startswith('x '))
     assert line.split()[-3:] == ['1.00', '±', '0.02']
 
+def test_memory_that_goes_back_is_waited_for(monkeypatch):
+    held, slept = iter((10*10**9, 0)), []
+    for n, f in dict(memory_reserved=lambda d: next(held), empty_cache=lambda: None).items(): monkeypatch.setattr(torch.cuda, n, f)
+    monkeypatch.setattr(B.time, 'sleep', slept.append)
+    B._give_back(torch.device('cuda', 0))
+    assert slept == [.04]
+
 def test_half_precision_on_a_cpu():
     r = B.bench_ops(['swiglu', 'rms_norm'], dtype=torch.bfloat16, seconds=.002)
     assert r['machine']['dtype'] == 'bfloat16' and {x['op'] for x in r['rows']} == {'swiglu', 'rms_norm'} and all(x['bytes'] == 3*2*256*688 for x in r['rows'] if x['op'] == 'swiglu' and x.get('direction') == 'forward' and 'ms' in x)
