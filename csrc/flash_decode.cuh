@@ -9,7 +9,7 @@ constexpr int MAX_ROWS = 16; // queries of a group
 
 template <class T, int D> __global__ void __launch_bounds__(128) decode_kernel(const Flash f, float* part, float* part_lse, int cuts) {
     constexpr int KW = Cut<D>::WARP, NT = KW / 8, TILE = KW * D * 2;
-    done(); // nothing else is to be begun here: the join may come in beside the last blocks
+    done(); // for the join, which may come in beside the last blocks; it waits for all of them by itself
     extern __shared__ __align__(128) char smem[];
     __shared__ float ms[4][MAX_ROWS], ls[4][MAX_ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cut = blockIdx.x % cuts, bh = blockIdx.x / cuts, b = bh / f.Hkv, hk = bh % f.Hkv, rows = f.group * f.T;

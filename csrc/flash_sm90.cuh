@@ -1,7 +1,7 @@
 // Flash attention on Hopper (sm_90a): one warp copies tiles by TMA, two or three warpgroups of four warps multiply with wgmma straight from shared memory.
 // The blocks stay on the chip and draw tile after tile from a counter; queries have two places in shared memory, so the next ones are there when these are done.
-// Each warpgroup asks for the next scores before it adds the last weights times values, and does its softmax while the tensor cores are at that, also from one tile of queries to the next;
-// and the warpgroups take turns at issuing, so that one's softmax falls into another's products.
+// Each warpgroup asks for the next scores before it adds the last weights times values, also from one tile of queries to the next; and the warpgroups take turns at issuing,
+// so that one's softmax falls into another's products.
 #pragma once
 #include "flash.cuh"
 
@@ -33,7 +33,8 @@ __device__ __forceinline__ float4 shared4(uint32_t at) {
 __device__ __forceinline__ uint64_t matrix(uint32_t at, uint32_t lbo) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(lbo >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-// The same, `step` bytes behind `at`. If `at` is the same for all parts of a product and `step` a constant, one addition is left for each, in uniform registers.
+// The same, `step` bytes behind `at`, for the forward: with one `at` for all parts of a product and a constant `step` it is one addition in uniform registers. (The backward waits for shared
+// memory and gains nothing from it.)
 __device__ __forceinline__ uint64_t matrix(uint32_t at, int step, uint32_t lbo) {
     uint64_t d;
     asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"((at >> 4) + (lbo >> 4 << 16) + (step >> 4)), "n"(1024 >> 4 | 1 << 30));
@@ -219,7 +220,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                     for (int e = 0; e < 2; e++)
                         if (x * 8 + e < seen.lo - j || x * 8 + e >= seen.hi - j) s[x][2 * y + e] = -INFINITY;
             };
-            // ptxas puts the wait for the values behind the last branch, wherever it stands here: two warpgroups are faster with half of the exponentials before it, three with none
+            // The wait for o that follows is moved up by ptxas, to the last branch it finds here. Two warpgroups are faster with half of the exponentials before it, three with none.
             constexpr bool by_row = WGS == 2;
             if (!by_row && mask) mask_row(0), mask_row(1);
 #pragma unroll
