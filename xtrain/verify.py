@@ -168,18 +168,22 @@ class Reference:
         return Case(text, ids, new, (best[:,0]-best[:,1]).tolist(), [near_tie_bound(*fb) for fb in zip(f, b)],
             [dict(id=i, token=show([i]), logit=v, bf16=b[0,i].item()) for v,i in zip(first.values.tolist(), first.indices.tolist())], min(max_tokens, self.cfg.max_seq_len-len(ids)))
 
-# %% ../nbs/33_closed_loop.ipynb #9bb879e0
+# %% ../nbs/33_closed_loop.ipynb #9fc11066
 @dataclass
 class Fork:
     "Where an engine left the reference"
     prompt:int # Which, from 0
     step:int # New tokens in common before it
     want:int|None # The reference's token; None if it had ended
-    got:int|None # The engine's; None if it had ended
+    got:int|None # The engine's; None if it had ended; no id at all if what it said is no token
     gap:float # Float32 logit of `want` minus that of `got` on the common prefix
     bound:float # `near_tie_bound` there
     @property
     def near_tie(self)->bool: return self.gap <= self.bound
+    @property
+    def why(self)->str:
+        "Where there is no gap to speak of"
+        return '' if math.isfinite(self.gap) else 'it ended' if self.got is None else 'it went on' if self.want is None else 'no such token'
 
 # %% ../nbs/33_closed_loop.ipynb #1fbabbc7
 def first_fork(
@@ -238,7 +242,7 @@ def compare_text(o:Outcome, engine:Engine, ref:Reference, cases:list[Case]):
         if text != c.text: o.notes.append(f'prompt {n+1} was normalised for it: the tokenizer does that, and this engine cannot')
         if text and (ids := engine.encode(text)) is not None and list(ids) != c.ids: o.reasons.append(f'reads prompt {n+1} as other token ids: {list(ids)[:8]}, not {c.ids[:8]}')
 
-# %% ../nbs/33_closed_loop.ipynb #aac60c93
+# %% ../nbs/33_closed_loop.ipynb #63031fc2
 def compare_tokens(
     o:Outcome, # What it finds goes in here
     engine:Engine, # Loaded
@@ -253,7 +257,7 @@ def compare_tokens(
         if f := first_fork(ref, n, c, got): o.forks.append(f)
         elif c.tokens[-1] in ref.stop and len(got) > len(c.tokens) and got[len(c.tokens)] != END: o.reasons.append(f'prompt {n+1} goes on after the end of the text (id {c.tokens[-1]})')
     for f in o.forks:
-        if engine.exact or not f.near_tie: o.reasons.append(f'prompt {f.prompt+1} forks at token {f.step+1}: gap {f.gap:.3g}' + ('' if engine.exact else f', allowed {f.bound:.3g}'))
+        if engine.exact or not f.near_tie: o.reasons.append(f'prompt {f.prompt+1} forks at token {f.step+1}: ' + (f.why or f'gap {f.gap:.3g}' + ('' if engine.exact else f', allowed {f.bound:.3g}')))
 
 # %% ../nbs/33_closed_loop.ipynb #0367ba8f
 def _greedy(engine, ref, c):
@@ -414,7 +418,7 @@ def _finite(x):
     if isinstance(x, (list, tuple)): return [_finite(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
-# %% ../nbs/33_closed_loop.ipynb #6f7470d6
+# %% ../nbs/33_closed_loop.ipynb #4cc22b14
 def _rows(r, seconds=True):
     "The table: heads, and a row for each engine"
     of = lambda x, b: '-' if x is None else f'{x:.1e} ({b:.1e})'
@@ -423,7 +427,7 @@ def _rows(r, seconds=True):
     for e in r.engines:
         f = max((f for f in e.forks), key=lambda f: f.gap/f.bound if f.bound else math.inf, default=None)
         said = [f'{len(e.tokens)-len(e.forks)} of {len(e.tokens)}', 'the end' if e.up_to is None else f'token {e.up_to}'] if e.tokens else ['-', '-']
-        gap = '-' if f is None else 'none: it ended' if not math.isfinite(f.gap) else f'{f.gap:.2g} ({0 if e.exact else f.bound:.2g})'
+        gap = '-' if f is None else f.why or f'{f.gap:.2g} ({0 if e.exact else f.bound:.2g})'
         rows.append([f'{e.engine} {e.version}'.strip(), e.verdict, *said, gap, of(e.logprob, e.logprob_bound), of(e.kl, e.kl_bound), {True: 'equal', False: 'other', None: '-'}[e.bit_equal]] + [f'{e.seconds:.1f}']*seconds)
     return heads, rows
 
