@@ -316,8 +316,9 @@ def exports(tmp_path_factory):
         t = Tokenizer(raw.to_str(), eos)
         if name == 'qwen2': t.chat_template = '{{ messages }}'
         want = [raw.encode(s) for s in hard()]
-        for type in ('qwen3', 'qwen2', 'llama'):
-            d = home/f'{name}-{type}'
+        for type in ('qwen3', 'qwen2', 'llama', 'llama-served'): # The last with names as an imported directory has them
+            d, served, type = home/f'{name}-{type}', type.endswith('served') and [a for a in raw.get_added_tokens_decoder().values() if a.special], type.split('-')[0]
+            if served: t.serving = {'tokenizer_config.json': dict(bos_token=served[0].content, pad_token=served[-1].content, additional_special_tokens=[a.content for a in served], padding_side='left')}
             try: files = tokenizer_files(t, Cfg(type))
             except UserError as e: refused[d.name] = str(e); continue
             d.mkdir()
