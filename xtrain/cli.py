@@ -424,7 +424,8 @@ def _import(dir, run, overwrite, as_json):
     """Turn a Qwen3, Qwen2 or Llama directory into a run, to train it further.
 
     Anything in DIR that the model cannot represent is refused by name. The run holds the weights in float32, which
-    changes no bit of them; tensors are converted one by one, as in export.
+    changes no bit of them; tensors are converted one by one, as in export. Tokenizer, chat template, stop ids and
+    sampling defaults come along, and are in the export of what is trained.
 
     \b
     Example, and the same in one command:
