@@ -58,7 +58,7 @@ class Decoder:
         def new(*shape, dtype=dtype): return torch.zeros(shape, dtype=dtype, device=device)
         f32, i32, H, K, D = torch.float32, torch.int32, c.n_heads, c.n_kv_heads, c.head_dim
         self.x, self.qkv, self.mixed, self.inner, self.logits = (new(rows, n) for n in (c.dim, (H+2*K)*D, H*D, c.ffn_dim, c.vocab_size))
-        small = rows <= 8 and dtype == torch.bfloat16 and c.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] == 9
+        small = rows <= 6 and dtype == torch.bfloat16 and c.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] == 9
         self.whole = kernels('decode_whole', device.index) if small else None
         blocks = torch.cuda.get_device_properties(device).multi_processor_count*(1 if self.whole else 2)
         self.best, self.bad = new(rows, min(blocks, -(-c.vocab_size//32)), 2, dtype=f32), new(1, dtype=i32)

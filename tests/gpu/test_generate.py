@@ -49,7 +49,7 @@ def far(model, rows, prompt, n, ragged=True):
     return worst
 
 @pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('rows', [1, 3, 8, 9, 32, 40])
+@pytest.mark.parametrize('rows', [1, 3, 6, 8, 9, 32, 40])
 @pytest.mark.parametrize('dtype', [F32, BF16], ids=['float32', 'bfloat16'])
 def test_logits_are_those_of_the_ordinary_path(shape, rows, dtype):
     assert far(make(shape, dtype), rows, 70, 4) < (5e-6 if dtype == F32 else 3e-2)
@@ -113,7 +113,7 @@ def test_a_hundred_runs_have_the_same_bits(dtype, rows):
             first = first or now
             assert all(torch.equal(a, b) for a,b in zip(first, now))
 
-@pytest.mark.parametrize('dtype, batches', [(F32, (1, 3, 9, 32, 40)), (BF16, (1, 2, 3, 8)), (BF16, (9, 16, 32, 40))], ids=['float32', 'bfloat16', 'bfloat16, more rows'])
+@pytest.mark.parametrize('dtype, batches', [(F32, (1, 3, 9, 32, 40)), (BF16, (1, 2, 3, 6)), (BF16, (7, 9, 16, 32, 40))], ids=['float32', 'bfloat16', 'bfloat16, more rows'])
 def test_a_row_has_the_same_bits_in_any_batch(dtype, batches):
     "From the same cache, in another place of another batch"
     model, T, seen = make('qwen', dtype), 200, []
@@ -130,7 +130,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype, batches):
     assert all(torch.equal(a, b) for s in seen for a,b in zip(seen[0], s))
 
 @pytest.mark.parametrize('shape', ['qwen', 'gqa', 'wide', 'seven'])
-@pytest.mark.parametrize('rows, prompt', [(1, 5), (1, 64), (1, 200), (1, 600), (3, 130), (8, 300), (8, 1100)])
+@pytest.mark.parametrize('rows, prompt', [(1, 5), (1, 64), (1, 200), (1, 600), (3, 130), (6, 300), (6, 1100)])
 def test_one_kernel_and_many_agree(shape, rows, prompt, monkeypatch):
     "A whole step in one kernel, against the chain: float32 sums in another order, the same roundings"
     import xtrain.decode as module
