@@ -591,6 +591,14 @@ def test_what_relatives_may_leave_out(tmp_path):
     set_config(tmp_path/'2', attention_bias=True)                          # true of a Qwen2, where it is said
     assert import_model(tmp_path/'2').cfg == replace(llama, n_kv_heads=2, qkv_bias=True, rope_theta=1e6)
 
+def test_what_cannot_be_exported_again_is_said_before_it_is_trained(relative, tok, tmp_path):
+    "A Qwen2 with a tokenizer of its own, as some distilled models have: transformers 5 would read it otherwise"
+    d = relative('qwen2')
+    tok.save(d)
+    rc, out, err = xtrain('import', d, tmp_path/'run')
+    assert rc == 0 and 'note: this model can be trained, but not exported again' in err and 'transformers 5' in err
+    assert 'transformers 5' in refusal(export_any, tmp_path/'run', tmp_path/'e')
+
 def test_a_llama_that_transformers_would_not_load_is_not_written(tmp_path):
     assert 'transformers 5 loads no such Llama' in refusal(export_hf, make(replace(GQA, qk_norm=False)), None, tmp_path/'m') and not list(tmp_path.iterdir())
 

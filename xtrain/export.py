@@ -213,14 +213,14 @@ def run_facts(
         rows.append(('held-out loss', f'{r["val_loss"]:.4f} nats per token at step {r["step"]:,}' + (f'; the best possible is {d["floor"]:.4f}' if d.get('floor') else '')))
     return rows
 
-# %% ../nbs/31_export.ipynb #70eda848
+# %% ../nbs/31_export.ipynb #cee7d2fc
 def _side_files(cfg, tokenizer, stop, dtype, shards, facts)->dict[str,bytes]:
     "All but the weights"
     from xtrain.tokenizer import tokenizer_files
     front = getattr(tokenizer, 'front', None) or []
     bos = front[0] if len(front) == 1 else None
     sampling = dict(bos_token_id=bos, eos_token_id=_one_or_list(stop), pad_token_id=None, transformers_version='4.51.0')
-    said = getattr(tokenizer, 'serving', {})
+    said = getattr(tokenizer, 'serving', {}) # By the directory that the model came from, if it did: 31 import
     files = {'config.json': _js(hf_config(cfg, stop, dtype, bos) | said.get('config.json', {})), 'README.md': model_card(cfg, dtype, facts).encode(),
              'generation_config.json': _js(sampling | said.get('generation_config.json', {}))}
     if tokenizer is not None: files |= tokenizer_files(tokenizer, cfg)

@@ -387,7 +387,7 @@ def export_any(
     if lost: r['notes'].append(f'the weights were {lost[0]}, and rounding them to {dtype_name(dtype)} may change bits; export them in a dtype that holds {lost[0]} to keep them')
     return r
 
-# %% ../nbs/31_import.ipynb #4348f031
+# %% ../nbs/31_import.ipynb #cd2564e6
 _RUN = {'config.json', 'tokenizer.json', 'serving.json', 'chat_template.jinja', 'checkpoints', 'data', 'metrics.jsonl', 'loss.png', 'verify.png'} # What a run holds
 
 def import_to_run(
@@ -397,12 +397,15 @@ def import_to_run(
 )->ModelConfig: # Of the run
     "Make a run whose step 0 is an imported model, for `xtrain train --resume` to go on from; that of the largest tensor is memory enough"
     from xtrain.checkpoint import new_run
+    from xtrain.tokenizer import tokenizer_files
     def foreign(to):
         if not (to/'config.json').is_file() or 'model' not in read_json(to/'config.json'): return 'is no run'
         if other := sorted({p.name for p in to.iterdir()} - _RUN): return f'holds {other[0]!r}, which is not part of a run'
     to, here = check_place(run, overwrite, foreign=foreign), Path(os.path.realpath(dir))
     if here == to or here.is_relative_to(to): raise UserError(f'{run} is what is to be imported; choose another place')
     w = open_weights(dir)
+    try: hf_config(w.cfg); tokenizer_files(w.tokenizer, w.cfg)
+    except UserError as e: warnings.warn(f'this model can be trained, but not exported again: {e}')
     with locked(to) if to.exists() else nullcontext():
         new_run(run, w.cfg, w.get, w.tokenizer, overwrite, data=dict(eos_id=_one_or_list(w.tokenizer.stop_ids)), history=[dict(step=0, imported=Path(dir).resolve().name)])
     return w.cfg
