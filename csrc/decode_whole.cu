@@ -1,10 +1,12 @@
 // A whole step of decoding in one kernel: all layers and the head, one block on each multiprocessor, up to 8 rows in bfloat16, on Hopper.
 // One warp does nothing but fetch: it walks through the block's share of all weights in the order of their use, 16 KiB at a time, into a ring in
 // shared memory (bulk copies that report to a barrier), and runs ahead as far as the ring allows, most of a layer. It never waits for an activation.
-// Eight warps compute. There is no barrier between blocks, no fence and no counter: an activation says itself that it is there. Two neighbours are one
-// word; before a step every word is EMPTY, two NaNs that no conversion to bfloat16 yields, and a reader reads until it finds something else. Each layer
-// has its own activations, in two sets: a step works in one and empties the other for the next. What a cut of attention found goes the same way, with a
-// number beside each value that is new in every layer of every step.
+// Eight warps compute: they take their first weights into registers, wait for the activations, norm them in shared memory, multiply, and add up what the
+// warps have.
+// There is no barrier between blocks, no fence and no counter: an activation says itself that it is there. Two neighbours are one word; before a step
+// every word is EMPTY, two NaNs that no conversion to bfloat16 yields, and a reader reads until it finds something else. Each layer has its own
+// activations, in two sets: a step works in one and empties the other for the next. What a cut of attention found goes the same way, with a number beside
+// each value that is new in every layer of every step.
 // Rounding is that of decode.cu.
 #include "decode.cuh"
 #include <algorithm>
@@ -16,7 +18,7 @@ constexpr int PART = 1024, ROW = 2 * PART + 64, SLOT = 8 * ROW; // columns of a 
 struct Layer { const bf16 *attn_norm, *wq, *wk, *wv, *bq, *bk, *bv, *q_norm, *k_norm, *wo, *ffn_norm, *w_gate, *w_up, *w_down; bf16 *k, *v; };
 struct Whole {
     const Layer* layers;
-    int n_layers, E, F, V, slots, work, columns;             // columns: activations of a row that shared memory holds
+    int n_layers, E, F, V, slots, work, columns;                 // of the ring; bytes behind it; activations of a row that shared memory holds
     const bf16 *final_norm, *head, *x;
     bf16 *flow, *logits;                                         // flow: [2][layers] of [B, (H + 2 Hkv) D], [B, H D], [B, E], [B, F], [B, E]
     float2* best;
@@ -62,7 +64,7 @@ struct Ring {
     unsigned char* data;
     int slots, slot = 0;
     unsigned turn = 0;
-    unsigned long long policy = 0;                               // how the second-level cache keeps what is fetched
+    unsigned long long policy = 0;                               // of the second-level cache for what is fetched
     __device__ __forceinline__ void next() { if (++slot == slots) slot = 0, turn ^= 1; }
     // Producer: one unit of `rows` rows of `bytes` bytes that lie `stride` bytes apart; `to` is their distance in the slot
     __device__ __forceinline__ void fetch(const void* from, int rows, int bytes, int64_t stride, int to, int lane) {
@@ -77,7 +79,8 @@ struct Ring {
     }
     // Consumer
     __device__ __forceinline__ const unsigned char* take() { barrier_wait(full + 8 * slot, turn); return data + slot * SLOT; }
-    // Reads of all lanes, __syncwarp, release by one; then acquire by one of the fetching warp, __syncwarp, copies by its lanes. (racecheck reports these copies against those reads.)
+    // Reads of all lanes, __syncwarp, release by one; then acquire by one of the fetching warp, __syncwarp, copies by its lanes.
+    // (racecheck does not follow that: it reports these copies against those reads, and nothing if every lane arrives, which costs 32 arrivals for one.)
     __device__ __forceinline__ void give(int lane) {
         __syncwarp();
         if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * slot) : "memory");
@@ -111,7 +114,7 @@ template <int NT, int MODE> struct Tiles {
                     ring.fetch(w + (int64_t)r * p.K + part * PART, max(0, min(8, p.N - n)), 2 * min(PART, p.K - part * PART), 2ll * p.K, ROW, lane);
                 }
     }
-    // The computing half. The activations go to shared memory, each thread has some of them; a norm is applied there
+    // The computing half. Each thread fetches some of the activations into `xb`, normed if there is a norm
     static __device__ __forceinline__ void compute(Ring& ring, const Product& p, const Whole& s, float*& red, float*& other, float (*squared)[8], bf16* xb) {
         const int thread = threadIdx.x, K = p.K;
         const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4, B = s.a.B, line = s.columns + 32; // 64 bytes more than a row, so that 2 rows lie in different banks
@@ -129,7 +132,7 @@ template <int NT, int MODE> struct Tiles {
                     b[i] = B == 1 ? 0 : k / pieces, c[i] = (k - b[i] * pieces) * 8;
                     v[i] = look16(p.x + (int64_t)b[i] * K + k0 + c[i]);
                 }
-                for (bool missing = !p.x_there; missing;) {                    // all that are missing at once
+                for (bool missing = !p.x_there; missing;) {                    // all that are missing again, at once
                     missing = false;
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
