@@ -11,7 +11,7 @@ from xtrain.files import locked
 from xtrain.generate import generate
 from xtrain.hf import check_target, export_hf, export_any, find_weights, from_hf_config, hf_config, hf_shapes, import_hf, import_model, import_to_run, load_any, open_weights, parse_size, plan_shards, tensor_map
 from xtrain.model import TinyTransformer
-from xtrain.tensors import TensorFile, write_safetensors
+from xtrain.tensors import TensorFile, safetensors_header, write_safetensors
 from xtrain.tokenizer import Tokenizer
 
 GQA = ModelConfig(vocab_size=300, dim=40, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=18, ffn_dim=56, max_seq_len=256, rope_theta=5e5, eps=1e-5)
@@ -350,6 +350,27 @@ def test_loading_draws_no_random_numbers_and_keeps_the_layout(good, tmp_path):
             m = load_any(source, dtype=dtype)[0]
             assert [p.stride() for p in m.params().values()] == [p.stride() for p in make().params().values()] and {p.dtype for p in m.parameters()} == {m.dtype} == {dtype}
     assert torch.equal(before, torch.get_rng_state())
+
+QWEN3 = {'0.6B': (1024, 3072, 28, 16), '4B': (2560, 9728, 36, 32), '32B': (5120, 25600, 64, 64)} # 1.7B, 8B and 14B, tried once, are no other
+
+@pytest.mark.parametrize('size', QWEN3)
+def test_the_published_layouts(size, tok, tmp_path):
+    "Config and shards as published, the numbers a hole in the file: names and shapes of transformers, opened in no time, a tensor read at a time"
+    from transformers import AutoConfig, AutoModelForCausalLM
+    dim, ffn, layers, heads = QWEN3[size]
+    c = dict(architectures=['Qwen3ForCausalLM'], attention_bias=False, attention_dropout=0., bos_token_id=151643, eos_token_id=0, head_dim=128, hidden_act='silu', hidden_size=dim, initializer_range=.02, intermediate_size=ffn, max_position_embeddings=40960,
+        max_window_layers=layers, model_type='qwen3', num_attention_heads=heads, num_hidden_layers=layers, num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000, sliding_window=None, tie_word_embeddings=dim < 4096, torch_dtype='bfloat16', use_sliding_window=False, vocab_size=151936)
+    with torch.device('meta'): theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**c))
+    cfg, shapes = from_hf_config(c), {n: tuple(p.shape) for n,p in theirs.named_parameters()}
+    assert hf_shapes(cfg) == shapes and cfg.num_params() == sum(map(math.prod, shapes.values()))
+    plan = plan_shards(shapes, torch.bfloat16, '4GB')
+    for f,names in plan.items():
+        head = safetensors_header({n: (torch.bfloat16, shapes[n]) for n in names})
+        (tmp_path/f).write_bytes(head); os.truncate(tmp_path/f, len(head) + 2*sum(math.prod(shapes[n]) for n in names))
+    if len(plan) > 1: (tmp_path/'model.safetensors.index.json').write_text(json.dumps(dict(weight_map={n: f for f,names in plan.items() for n in names})))
+    (tmp_path/'config.json').write_text(json.dumps(c)); tok.save(tmp_path)
+    w = open_weights(tmp_path)
+    assert w.cfg == cfg and w.get(f'blocks.{layers-1}.wq').shape == (dim, heads*128) and not w.get(f'blocks.{layers-1}.w_down').any()
 
 # --- targets (C07) ---
 
