@@ -83,6 +83,17 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vec {
     }
 };
 
+// RMSNorm of N channels, r = 1/rms: w * round(x * r), rounded again
+template <class T, int N> __device__ __forceinline__ Vec<T, N> normed(const Vec<T, N>& x, float r, const Vec<T, N>& w) {
+    Vec<T, N> o;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const float2 f = to_floats(x.pair(i));
+        o.pair(i) = mul_rn(w.pair(i), from_floats<typename Vec<T, N>::P>(f.x * r, f.y * r));
+    }
+    return o;
+}
+
 // 16 bytes from global to shared memory without passing through registers; a thread waits for its own copies.
 __device__ __forceinline__ void copy_async(void* smem, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(smem)), "l"(global) : "memory");
@@ -94,6 +105,14 @@ template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.
 __device__ __forceinline__ float lane_sum(float x, int width) {
     for (int o = width >> 1; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
     return x;
+}
+// Sums over `width` neighbouring lanes of N numbers at once, so that their exchanges overlap
+template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int width) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1)
+        if (o < width)
+#pragma unroll
+            for (int k = 0; k < N; k++) x[k] += __shfl_xor_sync(~0u, x[k], o);
 }
 // Sums of two numbers over the block, all threads get them; `smem` holds 64 floats and is free again after the next barrier.
 __device__ __forceinline__ float2 block_sum(float2 x, float* smem) {

@@ -22,24 +22,6 @@ template <class T, int N> __device__ __forceinline__ Vec<T, N> load_gain(const v
     }
     return o;
 }
-// w * round(x * r), rounded again
-template <class T, int N> __device__ __forceinline__ Vec<T, N> normed(const Vec<T, N>& x, float r, const Vec<T, N>& w) {
-    Vec<T, N> o;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        const float2 f = to_floats(x.pair(i));
-        o.pair(i) = mul_rn(w.pair(i), from_floats<typename Vec<T, N>::P>(f.x * r, f.y * r));
-    }
-    return o;
-}
-// Sums over `width` neighbouring lanes of N numbers at once, so that their exchanges overlap
-template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int width) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1)
-        if (o < width)
-#pragma unroll
-            for (int k = 0; k < N; k++) x[k] += __shfl_xor_sync(~0u, x[k], o);
-}
 
 // R rows a thread at once, NV vectors of each. WIDE: a block is one row; else a row is 1 << shift lanes of a warp. FULL:
 // no vector and no row is missing at an end. All loads come before the first use.
@@ -291,8 +273,8 @@ __global__ void dw_any(const T* g, const T* x, const float* rstd, float* dw_part
     dw_part[blockIdx.y * D + c] = s;
 }
 
-// How a row is spread: up to 64 vectors over the lanes of one warp, more over the warps of a block; ragged, unaligned or very wide
-// rows take `*_any`. On an H200 the forward wants many warps with little under way each, the backward few warps that copy three rows ahead.
+// How a row is spread: up to 64 vectors over the lanes of one warp, more over the warps of a block, at most `most` in a thread;
+// ragged, unaligned or very wide rows take `*_any`. On an H200 the forward wants many warps with little under way each, the backward few warps that copy three rows ahead.
 struct Plan { int nv, tpr, shift; bool wide, fast, full; };     // full: every thread has all its vectors
 template <class T> Plan plan(int64_t D, bool aligned, int most) {
     constexpr int VEC = 16 / sizeof(T);

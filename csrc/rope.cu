@@ -47,29 +47,11 @@ template <class T> __device__ __forceinline__ V<T> load_gain(const void* w, bool
     for (int k = 0; k < VEC<T>; k++) o.set(k, gain<T>(w, w_f32, i + k));
     return o;
 }
-// w * round(x * r), rounded again: the order of roundings of rms_norm
-template <class T> __device__ __forceinline__ V<T> normed(const V<T>& x, float r, const V<T>& w) {
-    V<T> o;
-#pragma unroll
-    for (int i = 0; i < VEC<T> / 2; i++) {
-        const float2 f = to_floats(x.pair(i));
-        o.pair(i) = mul_rn(w.pair(i), from_floats<typename V<T>::P>(f.x * r, f.y * r));
-    }
-    return o;
-}
 // What the lane `src` holds
 template <class T> __device__ __forceinline__ V<T> from_lane(const V<T>& x, int src) {
     const int4 a = *reinterpret_cast<const int4*>(&x);
     const int4 b = {__shfl_sync(~0u, a.x, src), __shfl_sync(~0u, a.y, src), __shfl_sync(~0u, a.z, src), __shfl_sync(~0u, a.w, src)};
     return *reinterpret_cast<const V<T>*>(&b);
-}
-// Sums over `lanes` neighbouring lanes of N numbers at once, so that their exchanges overlap
-template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int lanes) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1)
-        if (o < lanes)
-#pragma unroll
-            for (int k = 0; k < N; k++) x[k] += __shfl_xor_sync(~0u, x[k], o);
 }
 
 // y = turn(x) or turn(norm(x)); BACK turns by the negative angle, which is the gradient.
@@ -102,7 +84,7 @@ __global__ void __launch_bounds__(TURN_THREADS<NORM>) turn_kernel(const V<T>* __
         if (on) {
             const V<T> wv = load_gain<T>(w, w_f32, lane * VEC<T>);
 #pragma unroll
-            for (int k = 0; k < HEADS; k++) { v[k].repack(); v[k] = normed<T>(v[k], rsqrtf(ss[k] * S.one_over_D + eps), wv); }
+            for (int k = 0; k < HEADS; k++) { v[k].repack(); v[k] = normed(v[k], rsqrtf(ss[k] * S.one_over_D + eps), wv); }
         }
     }
     const int other = (threadIdx.x & 31) + (lane >= vecs ? 0 : low ? half : -half);
@@ -142,7 +124,7 @@ template <class T, int HEADS>
 __global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const V<T>* __restrict__ g, const V<T>* __restrict__ x, const V<T>* __restrict__ cs, const V<T>* __restrict__ sn, const void* __restrict__ w, bool w_f32,
                                                                V<T>* __restrict__ dx, float* __restrict__ dw_part, Shape<unsigned> S, float eps) {
     extern __shared__ __align__(16) unsigned char dynamic[];
-    V<T>* ring = reinterpret_cast<V<T>*>(dynamic) + threadIdx.x;  // [GSTG][HEADS][2][GRAD_THREADS]
+    V<T>* ring = reinterpret_cast<V<T>*>(dynamic) + threadIdx.x;  // [2 stages][HEADS][x, g][GRAD_THREADS]
     const int lane = threadIdx.x & (S.lanes - 1), slot = threadIdx.x >> S.shift, slots = GRAD_THREADS >> S.shift, vecs = S.D / VEC<T>, half = vecs / 2, c = lane * VEC<T>;
     const bool on = lane < vecs, low = lane < half;
     const int other = (threadIdx.x & 31) + (!on ? 0 : low ? half : -half);
