@@ -196,7 +196,7 @@ def test_the_context_is_a_border(n, new, ok):
     model, prompt = make(), some_ids(n).tolist()
     if ok: assert len(generate(model, [prompt], new)[0]) == new
     else:
-        with pytest.raises(UserError, match=f'{n} tokens, with {new} new ones that is {n+new}; the context of this model is 256'): generate(model, [prompt], new)
+        with pytest.raises(UserError, match=f'prompt {n} \\+ new {new} = {n+new} tokens; the context of this model is 256'): generate(model, [prompt], new)
 
 def test_empty_prompts_begin_with_the_end_of_text_or_are_refused():
     model = make()

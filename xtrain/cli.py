@@ -300,7 +300,7 @@ JSON = click.option('--json', 'as_json', is_flag=True, help='Print the result as
 @click.option('--temperature', type=Num(min=0), default=0., show_default=True, help='0 always takes the likeliest token; 1 samples from what the model says.')
 @click.option('--top-k', type=COUNT, default=0, show_default=True, help='Sample among the K likeliest tokens only; 0 is off.')
 @click.option('--top-p', type=Num(0, 1), default=1., show_default=True, help='Sample among the likeliest tokens that together have this probability; 1 is off.')
-@click.option('--seed', type=COUNT, default=0, show_default=True, help='Of the sampling; the same seed gives the same text.')
+@click.option('--seed', type=Whole(0, 2**63-1), default=0, show_default=True, help='Of the sampling; the same seed gives the same text.')
 @click.option('--dtype', type=click.Choice(['float32', 'bfloat16']), default='float32', show_default=True, help='What to compute in; bfloat16 is twice as fast and rounds.')
 @DEVICE
 @JSON

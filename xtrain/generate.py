@@ -148,7 +148,7 @@ def check_prompt(
     if not ids: raise UserError('the prompt is empty, and there is no end-of-text token to begin from; give a prompt')
     if bad := [i for i in ids if not _is(Integral, i) or not 0 <= i < cfg.vocab_size]: raise UserError(f'token id {bad[0]!r} in the prompt: the model knows 0 to {cfg.vocab_size-1}')
     if len(ids)+max_tokens > cfg.max_seq_len:
-        raise UserError(f'the prompt has {len(ids)} tokens, with {max_tokens} new ones that is {len(ids)+max_tokens}; the context of this model is {cfg.max_seq_len}')
+        raise UserError(f'prompt {len(ids)} + new {max_tokens} = {len(ids)+max_tokens} tokens; the context of this model is {cfg.max_seq_len}')
     return ids
 
 def _ids(eos_id)->list[int]:
