@@ -415,20 +415,24 @@ def test_bad_targets(good, tok, tmp_path, monkeypatch):
     assert 'permission denied' in refusal(export_hf, make(), tok, tmp_path/'m')
     assert [p.name for p in tmp_path.iterdir()] == ['file']
 
+@pytest.mark.parametrize('flags', [[], ['--overwrite']])
 @pytest.mark.parametrize('command', ['export', 'import', 'gguf'])
-def test_what_came_to_the_place_meanwhile_is_kept(good, tmp_path, monkeypatch, command):
-    "A long export was begun, and somebody else put a directory or a file there"
+def test_what_came_to_the_place_meanwhile_is_kept(good, tmp_path, monkeypatch, command, flags):
+    "A long export was begun, and somebody else put something there"
+    if flags and command == 'import': return                                    # A run that may be replaced is locked meanwhile
     from xtrain import gguf, tensors
+    to = tmp_path/'to'
+    if flags: assert xtrain(command, good, to)[0] == 0
     def late(f):
         def g(*args):
-            if command == 'gguf': (tmp_path/'to').write_text('mine')
-            else: (tmp_path/'to').mkdir(exist_ok=True); (tmp_path/'to/thesis.tex').touch()
+            if command == 'gguf': to.write_text('mine')
+            else: to.mkdir(exist_ok=True); (to/'thesis.tex').touch()
             return f(*args)
         return g
     for m,n in ((tensors, "_write"), (gguf, "_write_tensor")): monkeypatch.setattr(m, n, late(getattr(m, n)))
-    rc, out, err = xtrain(command, good, tmp_path/'to')
-    assert rc == 1 and 'exists already' in err and [p.name for p in tmp_path.iterdir()] == ['to']
-    assert (tmp_path/'to').read_text() == 'mine' if command == 'gguf' else os.listdir(tmp_path/'to') == ['thesis.tex']
+    rc, out, err = xtrain(command, good, to, *flags)
+    assert rc == 1 and ('it will not be replaced' if flags else 'exists already') in err and os.listdir(tmp_path) == ['to']
+    assert to.read_text() == 'mine' if command == 'gguf' else 'thesis.tex' in os.listdir(to)
 
 def test_a_name_that_is_no_text(good, tmp_path):
     "The safetensors library could not read it again"
