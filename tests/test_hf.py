@@ -802,7 +802,7 @@ def test_pipes_folders_and_broken_links_do_not_hang(d, name, tmp_path):
         if not os.path.lexists(d/name): (d/name).write_text('')
 
 @pytest.mark.parametrize('text, word', [(b'', 'not valid JSON'), (b'{', 'not valid JSON'), (b'[]', 'not a JSON object'), (b'null', 'not a JSON object'), (b'\xff\xfe{}', 'not valid JSON'), (b'{"a":1,"a":2}', 'twice'), (b'{"vocab_size": NaN}', 'NaN is not JSON'),
-    (b'{"vocab_size": -Infinity}', '-Infinity is not JSON'), (b'['*100_000, 'too deep'), (b'{"a":'*50_000, 'too deep'), (b'{"vocab_size": ' + b'9'*5000 + b'}', 'not valid JSON'), (b'version https://git-lfs.github.com/spec/v1\n', 'git lfs pull'), (b'\x80\x02}q\x00.', 'not valid JSON')])
+    (b'{"vocab_size": -Infinity}', '-Infinity is not JSON'), (b'{"rms_norm_eps": 1e400}', '1e400 is larger than any float'), (b'['*100_000, 'too deep'), (b'{"a":'*50_000, 'too deep'), (b'{"vocab_size": ' + b'9'*5000 + b'}', 'not valid JSON'), (b'version https://git-lfs.github.com/spec/v1\n', 'git lfs pull'), (b'\x80\x02}q\x00.', 'not valid JSON')])
 def test_json_that_is_none(d, text, word):
     (d/'config.json').write_bytes(text)
     said = refused_unchanged(d)
@@ -1026,7 +1026,7 @@ def test_what_has_no_row_is_not_served(chatty, tmp_path):
     assert (g['bos_token_id'], g['pad_token_id'], g['temperature'], t['bos_token'], t['pad_token'], js(tmp_path/'e/config.json')['pad_token_id']) == (None, None, .6, None, None, None)
 
 @pytest.mark.parametrize('text, ok', [('{"generation_config.json": {"temperature": 0.7}}', True), ('{}', True), ('{"generation_config.json": [], "config.json": 3, "tokenizer_config.json": {"additional_special_tokens": [[], {}, 1], "padding_side": []}}', True),
-    ('{"generation_config.json": {"x": "\\ud800"}}', True), ('[]', False), ('{', False)])
+    ('{"generation_config.json": {"x": "\\ud800"}}', True), ('[]', False), ('{', False), ('{"generation_config.json": {"temperature": 1e999}}', False)])
 def test_a_run_may_say_how_it_is_served(good, tmp_path, text, ok):
     import_to_run(good, tmp_path/'run')
     assert not (tmp_path/'run/serving.json').exists()

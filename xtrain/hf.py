@@ -8,8 +8,8 @@ __all__ = ['MAX_JSON', 'read_json', 'find_weights', 'from_hf_config', 'check_ten
            'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config', 'hf_shapes', 'model_card',
            'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap', 'whole']
 
-# %% ../nbs/31_import.ipynb #b0ea0062
-import json, os, re, reprlib, warnings
+# %% ../nbs/31_import.ipynb #7440c743
+import json, math, os, re, reprlib, warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -38,12 +38,16 @@ def _regular(path:Path):
         if not path.is_file(): raise UserError(f'{path} {no_file(path)}')
     except OSError as e: raise UserError(f'cannot read {path}: {e.strerror}') from None
 
-# %% ../nbs/31_import.ipynb #98a97b98
+# %% ../nbs/31_import.ipynb #ebf7acb0
 def _no_constant(s): raise ValueError(f'{s} is not JSON')
+
+def _finite(s):
+    if math.isinf(x := float(s)): raise ValueError(f'{s[:40]} is larger than any float')
+    return x
 
 MAX_JSON = 100_000_000 # Bytes
 
-# %% ../nbs/31_import.ipynb #adea2709
+# %% ../nbs/31_import.ipynb #083b9d2a
 def read_json(
     path, # A file with one JSON object
 )->dict:
@@ -55,7 +59,7 @@ def read_json(
     except OSError as e: raise UserError(f'cannot read {path}: {e.strerror}') from None
     if data.startswith(b'version https://git-lfs'): raise UserError(f'{path} is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`')
     if len(data) > MAX_JSON: raise UserError(f'{path} is larger than {MAX_JSON:,} bytes')
-    try: d = json.loads(data.decode('utf-8-sig'), object_pairs_hook=once, parse_constant=_no_constant)
+    try: d = json.loads(data.decode('utf-8-sig'), object_pairs_hook=once, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError: raise UserError(f'{path} is nested too deep') from None
     except ValueError as e: raise UserError(f'{path} is not valid JSON: {e}') from None
     if not isinstance(d, dict): raise UserError(f'{path} is not a JSON object')
