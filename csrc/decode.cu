@@ -7,9 +7,6 @@
 #include "decode.cuh"
 
 #ifdef __CUDACC__
-#ifndef SHARE
-#define SHARE 2
-#endif
 // --- y = norm(x) @ w -------------------------------------------------------------------------------------------------------------------
 
 struct Product {
@@ -27,7 +24,7 @@ struct Product {
 
 // The eight warps share the columns of x and w: warp i has blocks i, i+8, ... of 64 bytes. A `unit` is one such block of NT tiles of 8 rows, 16
 // bytes a tile and thread; units stream through a ring in shared memory in which every thread reads just what it asked for itself.
-template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(THREADS, NB == 1 ? SHARE : 1) product_kernel(const __grid_constant__ Product p) {
+template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(THREADS, NB == 1 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     constexpr int E = 16 / sizeof(T), MT = (NB + 1) / 2, OUT = MODE == SWIGLU ? NT / 2 : NT, ROWS = 8 * NB;
     constexpr bool NORM = MODE != ADD, HALF = sizeof(T) == 2;
     constexpr int XS = HALF ? NB : 8;                                          // 16-byte pieces of x for a unit

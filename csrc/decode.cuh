@@ -25,16 +25,9 @@ __device__ __forceinline__ void mma(float (&c)[4], unsigned a0, unsigned a1, uns
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 template <class T> __device__ __forceinline__ Vec<T, 16 / sizeof(T)> as_vec(const uint4& x) { return *reinterpret_cast<const Vec<T, 16 / sizeof(T)>*>(&x); }
-// gain * round(x * r), rounded: the roundings of rms_norm
-template <class T> __device__ __forceinline__ uint4 normed(const uint4& x, float r, const uint4& w) {
-    Vec<T, 16 / sizeof(T)> v = as_vec<T>(x), o;
-    const auto g = as_vec<T>(w);
-#pragma unroll
-    for (int i = 0; i < (int)(8 / sizeof(T)); i++) {
-        const float2 f = to_floats(v.pair(i));
-        o.pair(i) = mul_rn(g.pair(i), from_floats<typename decltype(o)::P>(f.x * r, f.y * r));
-    }
-    return *reinterpret_cast<const uint4*>(&o);
+template <class T> __device__ __forceinline__ uint4 normed(const uint4& x, float r, const uint4& w) { // as rms_norm rounds
+    const auto y = normed(as_vec<T>(x), r, as_vec<T>(w));
+    return *reinterpret_cast<const uint4*>(&y);
 }
 template <class T> __device__ __forceinline__ float squares(const uint4& x) {
     const auto v = as_vec<T>(x);
