@@ -238,6 +238,13 @@ def test_keeps_the_newest(tmp_path):
     for k in range(1, 6): save_checkpoint(tmp_path, k, m, opt, keep=2)
     assert list(checkpoints(tmp_path)) == [5, 4] and not hidden(tmp_path/'checkpoints')
 
+def test_keeps_one_more(tmp_path):
+    m, opt = trained()
+    for k in range(1, 6): save_checkpoint(tmp_path, k, m, opt, keep=2, best=2)
+    assert list(checkpoints(tmp_path)) == [5, 4, 2]
+    save_checkpoint(tmp_path, 6, m, opt, keep=2, best=5)
+    assert list(checkpoints(tmp_path)) == [6, 5]
+
 def test_never_deletes_the_last_good_one(tmp_path):
     m, opt = trained()
     for k in (1, 2, 3): save_checkpoint(tmp_path, k, m, opt, keep=0)

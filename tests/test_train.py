@@ -150,6 +150,40 @@ def straight(text, tmp_path_factory):
     quiet(c)
     return c
 
+def test_the_best_is_kept(cfg, tmp_path, monkeypatch, capfd):
+    "12 steps, looked at every 2, saved every 4, one checkpoint kept: the lowest loss is at 6, where nothing else is due"
+    held = iter([5., 4., 3., 4., 3., 3.5]) # 10 is no lower than 6
+    monkeypatch.setattr(T, 'evaluate', lambda model, batches: next(held))
+    c = replace(cfg, eval_every=2, keep=1, keep_best=True)
+    r = train(c, show='lines')
+    assert list(checkpoints(c.out)) == [12, 6] and (r.best_step, r.best_val_loss, r.val_loss) == (6, 3., 3.5)
+    assert 'lowest held-out loss' in (err := capfd.readouterr().err) and f'3.0000 at step 6, kept in {c.out}/checkpoints/step-00000006' in err
+    at(c.out, tmp_path/'again', 6) # Its best is remembered; a better one takes its place, and the old one goes
+    held = iter([4., 2., 2.5])
+    r = train(again(c, out=str(tmp_path/'again')), show='nothing')
+    assert list(checkpoints(r.out)) == [12, 10] and r.best_step == 10
+    shutil.rmtree(shutil.copytree(c.out, tmp_path/'gone')/'checkpoints/step-00000006') # Deleted by hand: the next look counts as the best
+    held = iter([9.])
+    r = train(again(c, out=str(tmp_path/'gone'), steps=14), show='nothing')
+    assert list(checkpoints(r.out)) == [14] and r.best_step == 14
+
+def test_keeping_the_best_changes_no_bit_and_survives_resume(cfg, tmp_path):
+    a = quiet(replace(cfg, lr=.3, min_lr=.3, eval_every=3)) # So high a rate that the end is not the best
+    b = quiet(replace(cfg, lr=.3, min_lr=.3, eval_every=3, keep_best=True, out=str(tmp_path/'b')))
+    low = min((r for r in read_metrics(Path(b.out)/'metrics.jsonl') if 'val_loss' in r), key=lambda r: r['val_loss'])
+    assert (b.best_step, b.best_val_loss) == (low['step'], low['val_loss']) and losses(a.out) == losses(b.out)
+    same = lambda x, y: all((checkpoints(x)[12]/n).read_bytes() == (checkpoints(y)[12]/n).read_bytes() for n in ('model.safetensors', 'optimizer.safetensors'))
+    assert same(a.out, b.out)
+    c = quiet(again(replace(cfg, lr=.3, min_lr=.3, eval_every=3, keep_best=True), out=str(at(b.out, tmp_path/'c', 6))))
+    assert digest(Path(c.out)/'checkpoints') == digest(Path(b.out)/'checkpoints') and (c.best_step, c.best_val_loss) == (b.best_step, b.best_val_loss)
+
+def test_no_best_without_held_out_text(cfg, monkeypatch):
+    with pytest.raises(UserError, match='--keep-best .* --eval-every'): replace(cfg, keep_best=True, eval_every=0)
+    got = T.get_data
+    monkeypatch.setattr(T, 'get_data', lambda *a: (lambda batches, held, info: (batches, [], info))(*got(*a)))
+    with pytest.raises(UserError, match='--keep-best needs held-out text'): quiet(replace(cfg, keep_best=True))
+    assert not Path(cfg.out).exists()
+
 def test_same_recipe_same_bytes(straight, tmp_path):
     quiet(replace(straight, out=str(tmp_path/'b')))
     a, b = digest(Path(straight.out)/'checkpoints'), digest(tmp_path/'b/checkpoints')

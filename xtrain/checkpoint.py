@@ -62,6 +62,7 @@ def save_checkpoint(
     optimizer=None, # Its optimizer; None for weights alone
     state:dict|None=None, # What the loop wants back, as JSON
     keep:int=3, # How many to keep, this one included; 0 keeps all
+    best:int|None=None, # A step to keep besides
 )->Path: # The new directory
     "Write `checkpoints/step-…`, whole or not at all, then remove the oldest"
     params = model.params()
@@ -76,7 +77,7 @@ def save_checkpoint(
     with new_dir(path, overwrite=True) as new:
         for name,tensors in zip(_FILES, sets): write_safetensors(new/name, {k: (v.dtype, v.shape) for k,v in tensors.items()}, tensors.__getitem__)
         _write_state(new, step, model.cfg, rng_state(model.embed.device), state or {})
-    if keep: _rotate(folder, step, keep)
+    if keep: _rotate(folder, step, keep, best)
     return path
 
 def _write_state(new, step, cfg, rng, state):
@@ -93,9 +94,9 @@ def checkpoints(
     found = {int(m[1]): p for p in (folder.iterdir() if folder.is_dir() else []) if (m := _STEP.fullmatch(p.name)) and p.is_dir()}
     return dict(sorted(found.items(), reverse=True))
 
-def _rotate(folder, step, keep):
+def _rotate(folder, step, keep, best):
     found = checkpoints(folder.parent)
-    old = [p for s,p in found.items() if s <= step][keep:]
+    old = [found[s] for s in [s for s in found if s <= step][keep:] if s != best]
     future = [p for s,p in found.items() if s > step and check_checkpoint(p)]
     with writing(folder, every=True):
         for p in old+future: discard(p)

@@ -208,6 +208,7 @@ def _train_from(init, out, train):
     _o('--sample-prompt', metavar='TEXT', help='What a sample continues.  [the start of a document]'),
     _o('--save-every', type=COUNT, help='Steps between checkpoints; 0 saves only at the end.'),
     _o('--keep', type=COUNT, help='Checkpoints to keep; 0 keeps all.'),
+    _o('--keep-best/--no-keep-best', 'keep_best', default=None, help='Also save and keep the checkpoint with the lowest held-out loss.  [no]'),
     _o('--log-every', type=POSITIVE, help='Steps between lines of metrics.jsonl.  [1 on a CPU, 10 on a GPU]'),
     _o('--json', 'as_json', is_flag=True, help='Print the result as JSON on stdout; progress stays on stderr.'))
 @_options('Data',

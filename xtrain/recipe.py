@@ -56,11 +56,13 @@ class TrainConfig:
     sample_prompt:str = '' # What a sample goes on from; empty is the start of a document
     save_every:int = 400 # Steps between checkpoints; 0 saves only at the end
     keep:int = 3 # Checkpoints kept; 0 keeps all
+    keep_best:bool = False # Save and keep the one with the lowest held-out loss too
     log_every:int|None = None # Steps between readings of the loss; 1 on a CPU, 10 on a GPU unless given
 
     def __post_init__(self):
         for f in fields(self):
             if (why := _why_bad(f.name, getattr(self, f.name))): raise UserError(f'{flag(f.name)} must be {why}, got {getattr(self, f.name)!r}')
+        if self.keep_best and not self.eval_every: raise UserError('--keep-best needs looks at held-out text: give --eval-every a number above 0')
         if self.floor > self.lr: raise UserError(f'--min-lr {self.min_lr:g} is above --lr {self.lr:g}')
         self.model_config(self.vocab_size)
 

@@ -177,7 +177,7 @@ def plot_loss(
     for v in y: mean.append(v if not mean else mean[-1] + (v-mean[-1])/min(len(mean)+1, 20))
     ax.plot(x, y, color='tab:blue', alpha=.3, lw=.8); ax.plot(x, mean, color='tab:blue', lw=1.5, label='training, mean of about 20 steps')
     val = [(r['step'], r['val_loss']) for r in rows if 'val_loss' in r]
-    if val: ax.plot(*zip(*val), 'o-', color='tab:orange', ms=4, lw=1, label=f'held out, {val[-1][1]:.3f} at the end')
+    if val: ax.plot(*zip(*val), 'o-', color='tab:orange', ms=4, lw=1, label=f'held out, {val[-1][1]:.3f} at the end' + (f', {low:.3f} at its lowest' if (low := min(v for _,v in val)) < val[-1][1] else ''))
     if floor: ax.axhline(floor, color='k', ls='--', lw=1, label=f'floor: {floor:.3f}, the text\'s own entropy')
     ax.set(xlabel='step', ylabel='loss (nats per token)', title=f'{Path(run_dir).name}: loss of {x[-1] if x else 0:,} steps')
     late = mean[len(mean)//20:] + [v for _,v in val] + ([floor] if floor else [])  # the first twentieth falls so far that it would flatten the rest
@@ -317,6 +317,8 @@ class TrainResult:
     tokens_per_second:float # Of training alone, in this process
     seconds:float # Of everything, in this process
     exit_code:int = 0 # 130 after Ctrl-C, 143 after SIGTERM
+    best_val_loss:float|None = None # The lowest, with `keep_best`
+    best_step:int|None = None # Where it was
     def to_dict(self)->dict: return asdict(self)
 
 # %% ../nbs/23_train.ipynb #69699313
@@ -338,6 +340,7 @@ def train(
         arch = ModelConfig.from_dict(saved['model']) if saved else cfg.model_config(tok.vocab_size)
         if cfg.seq_len > arch.max_seq_len: raise UserError(f'--seq-len {cfg.seq_len} is more than the run\'s context of {arch.max_seq_len}')
         batches, held, info = get_data(cfg, tok, out, saved.get('data', {}), say)
+        if cfg.keep_best and not held: raise UserError('--keep-best needs held-out text: there is too little of it; give more --data, or --val-data')
         model = TinyTransformer(arch, seed=cfg.seed, attention=cfg.attention, dtype=dtype, recompute=cfg.recompute).to(device)
         opt = make_optimizer(model, cfg)
         say(f'model: {model.num_params():,} parameters, {arch.n_heads} query heads over {arch.n_kv_heads} KV heads; {device.type}, {str(dtype)[6:]}; attention {model.path} ({model.path_reason})')
@@ -346,10 +349,11 @@ def train(
             say(f"kernels: {'CUDA kernels' if choice == 'cuda' else 'the ops of torch itself'} ({why})")
 
         # ---- where it stands -----------------------------------------------------------------
-        start, tokens, path = 0, 0, latest_checkpoint(out, say) if cfg.resume else None
+        start, tokens, best, path = 0, 0, None, latest_checkpoint(out, say) if cfg.resume else None
         if path:
             s = load_checkpoint(path, model, opt)
-            start, tokens = s['step'], s['state'].get('tokens', 0)
+            start, tokens, best = s['step'], s['state'].get('tokens', 0), s['state'].get('best')
+            if best and best['step'] not in checkpoints(out): best = None
             say(f'resume: {path}, step {start} of {cfg.steps}' + ('' if opt.state or not start else '; it has no moments, they start from zero'))
         elif cfg.resume: say('resume: no checkpoint yet, from the start')
         for name, a, b, note in diff: say(f'changed: {flag(name)} {a} -> {b}' + (f' ({note})' if note else ''))
@@ -383,10 +387,11 @@ def train(
                     if look and held and not stop: extra['val_loss'] = val = evaluate(model, held)
                     if sample and not stop: extra['sample'] = sample_text(model, tok, cfg)
                     log.write(**extra)
+                    if cfg.keep_best and 'val_loss' in extra and (best is None or val < best['val_loss']): best, keep = dict(step=done, val_loss=val), True
                     if extra.get('sample'): log.say(f'sample: {extra["sample"]}')
                     if keep or stop:
                         os.fsync(log.file.fileno())
-                        save_checkpoint(out, done, model, opt, dict(tokens=log.tokens), cfg.keep)
+                        save_checkpoint(out, done, model, opt, dict(tokens=log.tokens) | (dict(best=best) if best else {}), cfg.keep, best and best['step'])
                     if last or extra and time.monotonic()-drawn > 10:
                         plot_loss(out, info['floor'])
                         drawn = time.monotonic()
@@ -395,7 +400,8 @@ def train(
         finally: log.close()
 
         # ---- the end -------------------------------------------------------------------------
-        r = TrainResult(str(out), done, cfg.steps, log.last.get('loss'), val, info['floor'], model.num_params(), log.tokens, round(log.speed, 1), round(time.perf_counter()-began, 1), 128+stop.signal if stop else 0)
+        r = TrainResult(str(out), done, cfg.steps, log.last.get('loss'), val, info['floor'], model.num_params(), log.tokens, round(log.speed, 1), round(time.perf_counter()-began, 1), 128+stop.signal if stop else 0,
+            best and best['val_loss'], best and best['step'])
         if stop: say(f'stopped at step {done} of {cfg.steps}, saved; go on with: xtrain train --resume --out {out}')
         elif start >= cfg.steps: say(f'{out} has all its {cfg.steps} steps already; give it more with --steps')
         else: say(summary(r))
@@ -427,5 +433,6 @@ def summary(
     from tabulate import tabulate
     rows = [('steps', f'{r.step:,}'), ('tokens', f'{r.tokens:,}'), ('training loss, last step', f'{r.loss:.4f}')]
     if r.val_loss is not None: rows.append(('held-out loss', f'{r.val_loss:.4f}' + (f', {r.val_loss/r.floor-1:.1%} above the floor of {r.floor:.4f}' if r.floor else '')))
+    if r.best_step is not None: rows.append(('lowest held-out loss', f'{r.best_val_loss:.4f} at step {r.best_step:,}, kept in {checkpoints(r.out)[r.best_step]}'))
     rows += [('speed', f'{r.tokens_per_second:,.0f} tokens/s, without validation and saving'), ('time', f'{r.seconds:.0f} s in all'), ('run', r.out), ('picture', f'{r.out}/loss.png')]
     return tabulate(rows, tablefmt='simple', disable_numparse=True)
