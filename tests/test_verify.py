@@ -634,6 +634,11 @@ def test_a_program_that_does_not(program, how, why):
     o = program(how, timeout=1. if how == 'hangs' else 60.)
     assert o.verdict == 'structural' and re.search(why, o.reasons[0]) and '\n' not in o.reasons[0] and 'inf' not in o.reasons[0] and time.monotonic()-start < 30
 
+def test_a_prompt_no_program_can_be_given(models, tok):
+    m, d = models['gqa']
+    o = V.run_engine(P.find_engines(['command:cat {dir} {prompt}'])[0], d, *V.prepare_cases((m, tok), d, ['a\0b'], 2)[:3])
+    assert o.verdict == 'not run' and 'null byte' in o.reasons[0]
+
 def test_a_dump_that_is_none(program):
     for how in ('nothing', 'bare'): assert program(how, 'logits').reasons == ['printed no logits']
 

@@ -326,7 +326,7 @@ def printed_logits(
     ranked = len(rows) > 1 and all(len(i) > 1 and i[0] == rows[0][0][0]+n for n,(i,_) in enumerate(rows)) and rows[0][0][0] in (0, 1)
     return {i[ranked]: v for i,v in rows}
 
-# %% ../nbs/33_plugins.ipynb #72c31923
+# %% ../nbs/33_plugins.ipynb #381bceb4
 class Command(Engine):
     "Any program that takes a directory and a prompt, and prints tokens (`command:`) or logits (`logits:`)"
     every, exact = False, False
@@ -350,6 +350,7 @@ class Command(Engine):
 
     def run(self, ids:list[int], text:str, max_tokens:int)->str:
         "What it prints"
+        if '\0' in text and '{prompt}' in self.spec: raise Unfit('a prompt with a null byte cannot be handed to a program')
         return run_program(fill(self.words, dir=self.dir, prompt=text, ids=','.join(map(str, ids)), max_tokens=max_tokens), self.timeout)
 
     def tokens(self, ids, max_tokens): raise EngineError('a command is asked with `run`')
