@@ -1072,6 +1072,54 @@ def test_an_imported_run_is_not_trained_on_anything_by_default(d, tmp_path):
         rc, out, err = xtrain('train', '--resume', '--out', tmp_path/'run', *flags)
         assert rc == 1 and word in err and not (tmp_path/'run/data').exists()
 
+@pytest.fixture
+def steps(good, tok, tmp_path):
+    "A run with three checkpoints of different weights, the chat template and sampling defaults of the directory it came from"
+    from xtrain.checkpoint import save_checkpoint
+    import_to_run(good, tmp_path/'run')
+    (tmp_path/'run/chat_template.jinja').write_text('{{ messages }}'); (tmp_path/'run/serving.json').write_text('{"generation_config.json": {"temperature": 0.5}}')
+    for n in (200, 300): save_checkpoint(tmp_path/'run', n, make(seed=n), keep=0)
+    return tmp_path/'run'
+
+def test_an_older_checkpoint_is_a_source(steps, tok, tmp_path, monkeypatch):
+    "Wherever a run is one: export, in memory and out of it, GGUF, generate, import, verify, train --init"
+    from xtrain.gguf import export_gguf
+    from xtrain.hf import run_of
+    old, model = steps/'checkpoints/step-00000200', make(seed=200)
+    export_hf(model, open_weights(steps).tokenizer, tmp_path/'want')
+    export_any(old, tmp_path/'a'); export_hf(*load_any(old), tmp_path/'b'); export_any(steps, tmp_path/'newest')
+    monkeypatch.chdir(old); export_any('.', tmp_path/'c')
+    monkeypatch.chdir(old.parent); export_any(old.name, tmp_path/'e')
+    (tmp_path/'best').symlink_to(old); export_any(tmp_path/'best', tmp_path/'f')
+    no_card = lambda d: {n: b for n,b in files(d).items() if n != 'README.md'}
+    for d in 'abcef': assert no_card(tmp_path/d) == no_card(tmp_path/'want') != no_card(tmp_path/'newest')
+    assert run_of(old) == (steps, old) and run_of(steps) == (steps, None) and js(tmp_path/'a/generation_config.json')['temperature'] == .5
+    export_gguf(old, tmp_path/'x.gguf'); export_gguf(tmp_path/'want', tmp_path/'y.gguf', dtype='f32'); export_gguf(old, tmp_path/'z.gguf', dtype='f32')
+    assert (tmp_path/'z.gguf').stat().st_size == (tmp_path/'y.gguf').stat().st_size
+    import_to_run(old, tmp_path/'again')
+    assert same(dict(load_any(tmp_path/'again')[0].params()), dict(model.params())) and js(tmp_path/'again/config.json')['history'] == [dict(step=0, imported='run, step 200')]
+    (tmp_path/'text.txt').write_text('the cat sat on the mat, and the dog sat on the cat. '*200)
+    rc, out, err = xtrain('train', '--init', old, '--out', tmp_path/'more', '--data', tmp_path/'text.txt', '--steps', 1, '--batch-size', 2, '--seq-len', 32, '--lr', 1e-6, '--device', 'cpu')
+    assert rc == 0 and all((p-q).abs().max() < 1e-5 for p,q in zip(load_any(tmp_path/'more')[0].params().values(), model.params().values())), err
+    how = ['--engine', 'transformers-f32', '--max-tokens', 4, '--json']
+    rc, out, err = xtrain('verify', old, tmp_path/'a', *how)
+    assert rc == 0 and json.loads(out)['verdict'] == 'identical' and (steps/'verify.png').exists() and sorted(p.name for p in old.iterdir()) == ['model.safetensors', 'state.json'], err
+    assert xtrain('verify', old, tmp_path/'newest', *how)[0] == 1
+
+def test_a_checkpoint_that_is_none(steps, good, tmp_path):
+    old = steps/'checkpoints/step-00000200'
+    shutil.copytree(old, tmp_path/'moved'); assert 'is a checkpoint without its run' in refusal(load_any, tmp_path/'moved')
+    shutil.copytree(steps/'checkpoints', tmp_path/'other/checkpoints'); lost = tmp_path/'other/checkpoints/step-00000200'
+    for c in (None, (good/'config.json').read_text()):
+        if c: (tmp_path/'other/config.json').write_text(c)
+        assert 'is no run' in refusal(load_any, lost)
+    shutil.rmtree(lost); shutil.copytree(good, lost); assert load_any(lost)[0].cfg == GQA     # another trainer's directory of that name
+    with open(old/'model.safetensors', 'r+b') as f: f.seek(-1, 2); f.write(b'\7')
+    assert 'step-00000200: model.safetensors has the right size but other contents' in refusal(load_any, old)
+    (old/'state.json').unlink(); assert 'state.json is missing' in refusal(load_any, old)
+    assert 'does not exist' in refusal(load_any, steps/'checkpoints/step-00000201') and 'neither a run' in refusal(load_any, steps/'checkpoints')
+    assert 'is what is to be imported' in refusal(import_to_run, steps/'checkpoints/step-00000300', steps, True)
+
 def test_an_import_replaces_nothing_but_a_run(d, tmp_path):
     "Even with --overwrite; neither what it reads, nor what holds it, nor a run that is being trained"
     import_to_run(d, tmp_path/'run')

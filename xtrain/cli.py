@@ -372,7 +372,8 @@ def _logits(model, prompt, top, device, as_json):
 def _export(run, dir, overwrite, dtype, max_shard_size, as_json):
     """Write a run as a Qwen3 directory, the format that others load.
 
-    The newest checkpoint of RUN is taken, or the weights of another directory. DIR appears whole or not at all.
+    The newest checkpoint of RUN is taken (for another one, name it: RUN/checkpoints/step-00000300), or the weights
+    of another directory. DIR appears whole or not at all.
     Tensors are converted one by one: memory for the largest of them is enough, whatever the size of the model.
     A model without QK-norm is written in Llama's format, one with biases in Qwen2's.
 
@@ -380,6 +381,7 @@ def _export(run, dir, overwrite, dtype, max_shard_size, as_json):
     Examples:
       xtrain export runs/first runs/first-hf
       xtrain export runs/first runs/first-f16 --dtype float16 --max-shard-size 500MB
+      xtrain export runs/first/checkpoints/step-00000300 runs/first-300
     """
     import torch
     from xtrain.hf import export_any
@@ -477,8 +479,9 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     from pathlib import Path
     from xtrain import verify as v
     from xtrain import selftest as s
+    from xtrain.hf import run_of
     _check_picture(picture)
-    picture, planted = Path(picture or Path(run)/'verify.png'), None
+    picture, planted = Path(picture or run_of(run)[0]/'verify.png'), None
     texts = v.read_prompts(prompts) if prompts else None
     text = v.read_text_file(held_out) if held_out else ''
     r = v.verify(run, dir, texts, max_tokens, list(engines) or None, timeout=timeout, progress=_status, text=text)
