@@ -469,7 +469,7 @@ def write_card(
     if new != text: write_atomic(card, new.encode('utf-8', 'surrogateescape'))
     return True
 
-# %% ../nbs/33_closed_loop.ipynb #5471bc43
+# %% ../nbs/33_closed_loop.ipynb #5762d92f
 def picture(
     r:Report, # From `verify`
     path=None, # Where to save it as PNG; None only draws
@@ -490,8 +490,8 @@ def picture(
     a.set(xlabel='logit', ylabel='token', title='First new token of prompt 1')
     for n,c in enumerate(r.cases[:64]): # more would be a cloud
         s = range(1, len(c.margin)+1)
-        m.plot(s, c.margin, '.', color='C0', alpha=.5, label='margin: best minus second' if not n else None)
-        m.plot(s, c.bound, '-', color='C3', lw=.7, alpha=.5, label='near-tie bound' if not n else None)
+        m.plot(s, c.margin, '.', color='gray', alpha=.5, label='margin: best minus second' if not n else None)
+        m.plot(s, c.bound, '-', color='k', lw=.7, alpha=.5, label='near-tie bound' if not n else None)
     for n,(o,k,color) in enumerate(shown):
         f = [f for f in o.forks if math.isfinite(f.gap) and f.gap > 0]
         if f: m.plot([x.step+1 for x in f], [x.gap for x in f], k, color=color, ms=9, mfc='none', mew=2)
