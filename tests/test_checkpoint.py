@@ -301,6 +301,8 @@ def test_load_run(tmp_path):
     save_checkpoint(run, 5, trained(seed=2, vocab_size=260)[0])
     m0, t0, c = load_run(run, step=0)
     assert same(m, m0) and t0.sha256 == tok.sha256 and c['model'] == m.cfg.to_dict() and not same(m, load_run(run)[0])
+    (run/'serving.json').write_text(json.dumps({'generation_config.json': dict(top_k=20)}))
+    assert load_run(run)[1].serving == {'generation_config.json': dict(top_k=20)} # Its export says it again
     with pytest.raises(UserError, match=r'no checkpoint of step 3; there are \[5, 0\]'): load_run(run, step=3)
     with pytest.raises(UserError, match='is not a run'): load_run(tmp_path)
     with pytest.raises(UserError, match='exists already'): new_run(run, m.cfg, m.params().__getitem__, tok)

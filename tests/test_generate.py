@@ -364,6 +364,25 @@ def test_chat_is_transformers_chat(tok, tmp_path, where, template):
             assert chat(tmp_path, talk, **kw) == theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, **kw)
     assert '49' not in chat(tmp_path, TALK)     # what a user says is no program
 
+@pytest.mark.parametrize('template', [CHATML, MARKS], ids=['chatml', 'marks'])
+def test_a_run_chats_as_its_export_does(tok, tmp_path, template):
+    "BOS and EOS of the template, in a run, in its checkpoint, and in an imported run, whose serving.json has the BOS"
+    from xtrain.checkpoint import new_run
+    from xtrain.export import export_weights
+    from xtrain.hf import import_to_run, load_any
+    t = Tokenizer(tok.json, tok.eos_token); t.chat_template = template
+    m = TinyTransformer(ModelConfig(vocab_size=tok.vocab_size, dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=8, max_seq_len=64))
+    run = new_run(tmp_path/'run', m.cfg, m.params().__getitem__, t, data=dict(eos_id=t.eos_id))
+    export_weights(m.cfg, m.params().__getitem__, load_any(run)[1], tmp_path/'hf')
+    want = chat(tmp_path/'hf', TALK)
+    assert ('<|endoftext|>' in want) == (template is MARKS) and chat(run, TALK) == want == chat(run/'checkpoints/step-00000000', TALK)
+    c = json.loads((f := tmp_path/'hf/tokenizer_config.json').read_text()); c['bos_token'] = '<|endoftext|>'; f.write_text(json.dumps(c))
+    import_to_run(tmp_path/'hf', tmp_path/'again')
+    assert chat(tmp_path/'again', TALK) == chat(tmp_path/'hf', TALK)
+    for text in ('{', '[]', '{"tokenizer_config.json": 5}'):
+        (tmp_path/'again/serving.json').write_text(text)
+        with pytest.raises(UserError, match='serving.json: cannot be read'): chat(tmp_path/'again', TALK)
+
 def test_a_template_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
     def says(why, talk=TALK):
         with pytest.raises(UserError, match=why) as e: chat(tmp_path, talk)

@@ -295,21 +295,26 @@ def write(
 
 # %% ../nbs/30_generate.ipynb #9d4bb62a
 def chat_template(
-    path, # A run or a directory
-)->tuple[str,dict]: # The template, and what `tokenizer_config.json` calls its special tokens
+    path, # A run, one of its checkpoints, or a directory
+)->tuple[str,dict]: # The template, and what `tokenizer_config.json` calls its special tokens; a run's are what its export will call them
     "Find the chat template; `UserError` if there is none"
     import json
-    from pathlib import Path
-    path, config = Path(path), {}
+    from xtrain.hf import run_of
+    from xtrain.tokenizer import Tokenizer
+    path, config = run_of(path)[0], {}
     if not path.is_dir(): raise UserError(f'{path} is not a directory' if path.exists() else f'{path} does not exist')
+    ours = not (path/'tokenizer_config.json').exists() and (path/'tokenizer.json').exists() and Tokenizer.load(path)
     try:
         if (f := path/'tokenizer_config.json').exists():
             config = json.loads(f.read_text(encoding='utf-8'))
             if not isinstance(config, dict): raise ValueError('not a JSON object')
+        elif ours:
+            config = dict(bos_token=ours.raw.id_to_token(ours.front[0]) if len(ours.front) == 1 else None, eos_token=ours.eos_token)
+            if (f := path/'serving.json').exists(): config |= json.loads(f.read_text(encoding='utf-8')).get('tokenizer_config.json', {})
         named = config.get('chat_template')
         if isinstance(named, list): named = next((t.get('template') for t in named if isinstance(t, dict) and t.get('name') == 'default'), None)
         if (f := path/'chat_template.jinja').exists(): named = f.read_text(encoding='utf-8')
-    except (ValueError, RecursionError, OSError) as e: raise UserError(f'{f}: cannot be read ({" ".join(str(e).split())[:100]})') from None
+    except (ValueError, AttributeError, TypeError, RecursionError, OSError) as e: raise UserError(f'{f}: cannot be read ({" ".join(str(e).split())[:100]})') from None
     if not isinstance(named, str): raise UserError(f'{path} has no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; leave out --chat to continue plain text')
     word = lambda t: t.get('content') if isinstance(t, dict) else t
     return named, {k: word(v) for k,v in config.items() if k.endswith('_token') and isinstance(word(v), str)}
