@@ -545,6 +545,12 @@ def test_nothing_stays(tmp_path, run_dir):
         z.communicate(timeout=30)
     assert sorted(os.listdir(run_dir)) == ['hf', 'run'] and 'verify.png' not in os.listdir(run_dir/'run')
 
+def test_a_checkpoint_has_its_runs_held_out_text(run_dir):
+    one, = (run_dir/'run'/'checkpoints').iterdir()
+    assert len(V.held_out_ids(one, 99)) == 99 and V.held_out_ids(one, 99) == V.held_out_ids(run_dir/'run', 99)
+    r = V.verify(one, run_dir/'hf', PROMPTS[:1], 2, ['transformers-f32'], held_out=16)
+    assert r.ok and r.held_out == '16 held-out tokens' and all(c['ok'] for c in r.checks.values())
+
 def test_a_guard_leaves_the_living_alone(tmp_path):
     "After an orderly end nothing is killed and nothing removed"
     p = subprocess.Popen(['sleep', '60'], start_new_session=True)

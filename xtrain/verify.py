@@ -9,7 +9,7 @@ __all__ = ['RANK', 'MARKS', 'PROMPTS', 'CHECKS', 'as_exported', 'ulp_bf16', 'nea
            'Report', 'show', 'write_card', 'picture', 'read_text_file', 'read_prompts', 'held_out_ids', 'openings',
            'verify', 'pick_engines', 'prepare_cases']
 
-# %% ../nbs/33_closed_loop.ipynb #eae9cf12
+# %% ../nbs/33_closed_loop.ipynb #93041e31
 import copy, io, json, math, re, time
 from dataclasses import dataclass, field, asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from .config import ModelConfig, UserError
 from .engines import END, Engine
-from .hf import find_weights, read_json, stop_ids
+from .hf import find_weights, read_json, run_of, stop_ids
 from .plugins import ENGINES, Command, EngineError, Remote, Unfit, find_engines, printed_ids, printed_logits, read_text
 
 # %% ../nbs/33_closed_loop.ipynb #6436cf81
@@ -545,13 +545,14 @@ def read_prompts(
         out.append(line.rstrip('\n'))
     return out
 
-# %% ../nbs/33_closed_loop.ipynb #c9e36382
+# %% ../nbs/33_closed_loop.ipynb #2954427c
 def held_out_ids(
-    run, # A run directory
+    run, # A run directory, or a checkpoint in it
     n:int, # At most
 )->list[int]: # Empty if the run keeps no held-out text
     "The beginning of the run's held-out tokens"
     from xtrain.data import TokenData
+    run = run_of(run)[0]
     if not (Path(run)/'data'/'meta.json').is_file(): return []
     try:
         d = TokenData(Path(run)/'data', 'val')
