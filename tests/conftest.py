@@ -1,11 +1,12 @@
-"What every test shares: the checkout, no network for the Hugging Face libraries, and torch left as it was found."
-import os, sys
+"What every test shares: the checkout, no network for the Hugging Face libraries, SIGHUP that ends a program, and torch left as it was found."
+import os, signal, sys
 from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT/'tools'))
 os.environ.update(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false', MPLBACKEND='agg')
+signal.signal(signal.SIGHUP, signal.SIG_DFL) # `nohup make test` has it ignored, and what the tests start would inherit that
 
 
 @pytest.fixture(scope='session')
