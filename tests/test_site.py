@@ -71,6 +71,14 @@ def test_mathematics_is_local(built):
     assert 'MIT' in (site/'site_libs'/'katex'/'LICENSE').read_text()
 
 
+def test_every_picture_is_described(built):
+    "Those that cells drew too: by their caption, and by their heading where there is none"
+    pictures = [t for p in built[0].rglob('*.html') for t in re.findall(r'<img [^>]*>', p.read_text(encoding='utf-8'))]
+    assert len(pictures) > 60 and [t[-80:] for t in pictures if not re.search(r'\balt="[^"]', t)] == []
+    html = '<h2>On <code>x</code></h2><img src="a"/><p>no</p><h3>Two</h3><p><img src="b"></p>\n</div>\n<p><em>A "wave"</em></p><img src="c" alt="own">'
+    assert re.findall(r'alt="([^"]*)"', docs.described(html)) == ['Picture to: On x', 'A &quot;wave&quot;', 'own']
+
+
 def test_teaching_code_is_shown(built):
     "`#| exports` cells show their source under the signature"
     for stem in NBS:

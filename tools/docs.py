@@ -160,6 +160,16 @@ def readme(nb):
 
 # ---------------------------------------------------------------- building
 
+def described(page):
+    "The page with an `alt` for every picture that a cell drew: its caption, the line in italics below it, or else the heading it stands under"
+    plain = lambda h: ' '.join(re.sub(r'<[^>]+>', '', h).replace('"', '&quot;').split())
+    heads = [(m.start(), plain(m[2])) for m in re.finditer(r'<h([1-6])[^>]*>(.*?)</h\1>', page, re.S)]
+    def add(m):
+        head = next((h for at,h in reversed(heads) if at < m.start()), 'this page')
+        return f'{m[1]} alt="{plain(m[4]) if m[4] else f"Picture to: {head}"}"{m[2]}{m[3] or ""}'
+    return re.sub(r'(<img (?![^>]*\balt=)[^>]*?)(\s*/?>)((?:\s|</?(?:p|div|figure|span)\b[^>]*>)*<em>(.*?)</em></p>)?', add, page, flags=re.S)
+
+
 def localise(site):
     "Take mathematics from the site's own KaTeX, and drop what would differ from build to build"
     lib = site/'site_libs'/'katex'
@@ -178,7 +188,7 @@ def localise(site):
         up = '../'*(len(p.relative_to(site).parts)-1)
         s = p.read_text(encoding='utf-8').replace(CDN, f'{up}site_libs/katex')
         s = re.sub(r'href="((?:\.\./|\./)+)"', r'href="\1index.html"', s)  # read from disk, a folder is a list of files
-        p.write_text(s.rstrip('\n')+'\n', encoding='utf-8')
+        p.write_text(described(s).rstrip('\n')+'\n', encoding='utf-8')
     js, index = site/'site_libs'/'smalldocs.js', site/'search.json'
     fetch = 'const r = await fetch(offset + "search.json");\n      index = await r.json();'
     if js.exists() and fetch in js.read_text(encoding='utf-8'):  # a page read from disk may not fetch, but may load a script
