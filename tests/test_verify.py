@@ -551,6 +551,15 @@ def test_a_checkpoint_has_its_runs_held_out_text(run_dir):
     r = V.verify(one, run_dir/'hf', PROMPTS[:1], 2, ['transformers-f32'], held_out=16)
     assert r.ok and r.held_out == '16 held-out tokens' and all(c['ok'] for c in r.checks.values())
 
+@pytest.mark.parametrize('timeout', [1e10, 1e300, float('inf')])
+def test_for_ever_is_a_time_too(timeout, tmp_path):
+    "More than `select` can count is no fault of the export"
+    assert P.run_program(['echo', 'x'], timeout) == 'x\n'
+    e, = P.find_engines(['transformers-f32'], timeout)
+    try:
+        with pytest.raises(P.EngineError, match='OSError|ValueError|Error: '): e.load(tmp_path) # What it says of an empty directory: it was asked
+    finally: e.close()
+
 def test_a_guard_leaves_the_living_alone(tmp_path):
     "After an orderly end nothing is killed and nothing removed"
     p = subprocess.Popen(['sleep', '60'], start_new_session=True)
