@@ -74,6 +74,13 @@ def test_lr_edges(schedule, warmup, steps):
     assert all(1e-4 <= v <= 1e-3 for v in e) and (warmup >= steps or max(e) == e[warmup] == 1e-3)
     assert schedule == 'constant' or e[steps:] == [1e-4]*(60-steps)
 
+@pytest.mark.parametrize('kw', [dict(data=''), dict(val_data=''), dict(out=''), dict(tokenizer=''), dict(text_key=''), dict(seed=2**63), dict(vocab_size=10**400), dict(lr=10**400), dict(steps=2**63)], ids=lambda kw: next(iter(kw)))
+def test_recipe_refuses_what_no_library_would(kw):
+    "An empty path is the folder where one stands; a number beyond 2**63 ends in somebody's OverflowError"
+    (name, v), = kw.items()
+    with pytest.raises(UserError, match=f'--{name.replace("_", "-")} must be'): TrainConfig(**kw)
+    if name == 'seed': TrainConfig(seed=2**63-1)
+
 def test_recipe_refuses():
     for kw, say in ((dict(lr=-1.), '--lr must be a number above 0'), (dict(lr='1'), '--lr'), (dict(steps=True), '--steps'), (dict(n_kv_heads=5), 'n_kv_heads=5'), (dict(dtype='fp8'), '--dtype must be one of auto, float32, bfloat16'),
                     (dict(warmup=-1), '--warmup'), (dict(clip=math.nan), '--clip'), (dict(min_lr=1.), 'above --lr'), (dict(seed=-1), '--seed'), (dict(data=None), '--data'), (dict(head_dim=7), 'head_dim=7')):
@@ -176,6 +183,14 @@ def test_keeping_the_best_changes_no_bit_and_survives_resume(cfg, tmp_path):
     assert same(a.out, b.out)
     c = quiet(again(replace(cfg, lr=.3, min_lr=.3, eval_every=3, keep_best=True), out=str(at(b.out, tmp_path/'c', 6))))
     assert digest(Path(c.out)/'checkpoints') == digest(Path(b.out)/'checkpoints') and (c.best_step, c.best_val_loss) == (b.best_step, b.best_val_loss)
+
+def test_no_best_where_nobody_looks_for_it(cfg, monkeypatch):
+    "With --no-keep-best an old low is not said to be the lowest"
+    monkeypatch.setattr(T, 'evaluate', lambda model, batches: next(held))
+    held = iter([5., 4., 3., 2., 1.])
+    c = replace(cfg, keep_best=True, keep=1); quiet(c)
+    r = quiet(again(c, keep_best=False, steps=20))
+    assert (r.val_loss, r.best_step, r.best_val_loss) == (1., None, None) and list(checkpoints(c.out)) == [20]
 
 def test_no_best_without_held_out_text(cfg, monkeypatch):
     with pytest.raises(UserError, match='--keep-best .* --eval-every'): replace(cfg, keep_best=True, eval_every=0)
@@ -280,7 +295,7 @@ def test_other_tokenizer_or_changed_file_is_refused(straight, text, tmp_path):
 def test_resume_alone_takes_the_saved_recipe(straight, tmp_path):
     out = at(straight.out, tmp_path/'run', 3)
     c = make_config(resume=out)
-    assert replace(c, out='', resume=False) == replace(straight, out='')
+    assert replace(c, out='x', resume=False) == replace(straight, out='x')
     quiet(c)
     assert losses(out) == losses(straight.out)
     assert quiet(make_config(resume=out)).step == 12 # Nothing left to do is no error
@@ -300,6 +315,22 @@ def test_foreign_weights_become_a_run(cfg, tmp_path):
     a, b = load_file(tmp_path/'imported/checkpoints/step-00000000/model.safetensors'), load_file(tmp_path/'imported/checkpoints/step-00000002/model.safetensors')
     assert r.step == 2 and torch.equal(a['embed'], m.embed) and 0 < (a['blocks.0.wq']-b['blocks.0.wq']).abs().max() < 3e-3
 
+def test_data_may_move(straight, text, tmp_path, capfd):
+    "Contents count, not the path; and other contents are refused by their name"
+    out = at(straight.out, tmp_path/'run', 8)
+    there = shutil.copy(text, tmp_path)
+    train(again(straight, out=str(out), data=there), show='lines')
+    assert f'changed: --data {text} -> {there}' in capfd.readouterr().err
+    assert digest(out/'checkpoints') == digest(Path(straight.out)/'checkpoints')
+
+def test_imported_weights_that_are_gone(cfg, tmp_path):
+    "A run that began with somebody's weights never begins anew with random ones"
+    m = TinyTransformer(cfg.model_config(270), seed=5)
+    run = new_run(tmp_path/'imported', m.cfg, m.params().__getitem__, Tokenizer.train(['the cat saw a dog'], 270), history=[dict(step=0, imported='hf')])
+    shutil.rmtree(run/'checkpoints'); was = digest(run)
+    with pytest.raises(UserError, match='began with imported weights, and none of its checkpoints is left'): quiet(make_config(resume=run, data=cfg.data, steps=2, device='cpu'))
+    assert digest(run).items() >= was.items()
+
 # ---- signals ------------------------------------------------------------------------------------------------------------
 
 SLOW = 'import time; old = C.write_safetensors\ndef slow(*a): print("saving", flush=True); time.sleep(.4); old(*a)\nC.write_safetensors = slow'
@@ -316,6 +347,22 @@ def test_signals_in_mid_save(straight, tmp_path, signals, rc):
     assert max(losses(c.out)) == done < 12 and not [n for n in os.listdir(tmp_path/'run/checkpoints') if n.startswith('.')]
     quiet(again(c))
     assert digest(tmp_path/'run/checkpoints') == digest(Path(straight.out)/'checkpoints')
+
+@pytest.mark.parametrize('when', [4, 12])
+def test_what_is_due_is_done_though_somebody_stops(cfg, tmp_path, monkeypatch, when):
+    "A look at held-out text that falls on the step of a Ctrl-C, or on the last one, would not come again"
+    c, n, real = replace(cfg, eval_every=4, sample_every=4, keep_best=True, keep=1), 0, T.accumulate
+    want = quiet(replace(c, out=str(tmp_path/'straight')))
+    def told(*a):
+        nonlocal n
+        n += 1
+        if n == when: os.kill(os.getpid(), signal.SIGINT)
+        return real(*a)
+    monkeypatch.setattr(T, 'accumulate', told)
+    r = quiet(c)
+    assert (r.step, r.exit_code) == (when, 130)
+    r = quiet(again(c)) if when < 12 else r
+    assert losses(c.out) == losses(want.out) and (r.best_step, r.best_val_loss) == (want.best_step, want.best_val_loss) and list(checkpoints(c.out)) == list(checkpoints(want.out))
 
 # ---- faults ---------------------------------------------------------------------------------------------------------------
 
@@ -339,6 +386,31 @@ def test_one_bad_micro_batch_changes_nothing(straight, tmp_path, monkeypatch, lo
     t = load_file(Path(straight.out)/'checkpoints/step-00000006/model.safetensors')
     assert all(torch.equal(t[n], p) for n,p in kept['model'].params().items())
     assert list(losses(c.out)) == [1, 2, 3, 4, 5, 6]
+
+@pytest.mark.parametrize('line', [b'{"step": 9, "loss": 1.0, "sample": "caf\xc3', b'5\n', b'[1]\n', b'{"a": 1}\n', b'{"step": "x"}\n', b'\0\0\0\0'])
+def test_a_damaged_line_of_metrics_is_left_out(straight, tmp_path, line):
+    "Cut by a crash, in the middle of a character too: the run goes on, and can be exported"
+    from xtrain.hf import open_weights
+    out = at(straight.out, tmp_path/'run', 8)
+    with open(out/'metrics.jsonl', 'ab') as f: f.write(line)
+    assert open_weights(out).facts
+    quiet(again(straight, out=str(out)))
+    assert losses(out) == losses(straight.out)
+
+def test_any_character_of_a_sample_comes_back(cfg, tmp_path):
+    "A model that has learnt nothing says U+0085 and U+2028, where `splitlines` would part the line"
+    log = T.Log(tmp_path/'m.jsonl', 0, 1, show='nothing')
+    log.add(1, .1, torch.tensor(2.), torch.tensor(1.), 5); log.read(); log.write(sample=(said := 'a\x85b\u2028c\x0cd\x1ee')); log.close()
+    T.Log(tmp_path/'m.jsonl', 1, 1, show='nothing').close() # As a resume does
+    assert [r['sample'] for r in read_metrics(tmp_path/'m.jsonl')] == [said]
+
+def test_a_sample_prompt_is_tried_first(cfg):
+    with pytest.raises(UserError, match='--sample-prompt: .* lone surrogate'): quiet(replace(cfg, sample_every=4, sample_prompt='a\udcff'))
+    assert not Path(cfg.out).exists()
+
+def test_a_name_is_no_formula(cfg, tmp_path):
+    r = quiet(replace(cfg, steps=2, out=str(tmp_path/r'$\foo$')))
+    assert r.step == 2 and Path(r.out, 'loss.png').stat().st_size > 5000
 
 def test_full_disk_in_mid_run(cfg):
     quiet(cfg); size = max(p.stat().st_size for p in Path(cfg.out).rglob('optimizer.safetensors'))

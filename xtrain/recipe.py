@@ -85,6 +85,7 @@ class TrainConfig:
 # %% ../nbs/23_recipe.ipynb #2327b91b
 _CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa', 'flash'))
 _FROM_0 = {'warmup', 'eval_every', 'sample_every', 'save_every', 'keep', 'seed', 'min_lr', 'weight_decay', 'clip'}
+_NAMES = {'out', 'data', 'val_data', 'text_key', 'tokenizer'}
 
 def flag(
     name:str, # A field of `TrainConfig`
@@ -97,13 +98,14 @@ def _why_bad(name, v):
     kind = TrainConfig.__annotations__[name]
     if v is None and (kind not in (int, float, str, bool)): return
     if name in _CHOICES: return None if v in _CHOICES[name] else 'one of ' + ', '.join(_CHOICES[name])
-    number = isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
+    number = isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < 1e308
     if kind in (int, int|None):
         low = 0 if name in _FROM_0 else 1
-        return None if number and isinstance(v, int) and v >= low else f'a whole number from {low}'
+        return None if number and isinstance(v, int) and low <= v < 2**63 else f'a whole number from {low}' + (' to 2**63-1' if number and v > low else '')
     if kind in (float, float|None):
         if name in ('beta1', 'beta2'): return None if number and 0 <= v < 1 else 'a number from 0 to below 1'
         return None if number and (v > 0 or v == 0 and name in _FROM_0) else 'a number from 0' if name in _FROM_0 else 'a number above 0'
+    if name in _NAMES and v == '': return 'a name: a variable of the shell may be unset' # The empty path would be the folder where one stands
     return None if isinstance(v, kind if isinstance(kind, type) else (str,)) else f'a {getattr(kind, "__name__", "text")}'
 
 # %% ../nbs/23_recipe.ipynb #d5ddb071
@@ -131,7 +133,7 @@ PRESETS = { # Name: a line about it, and its fields
 
 # %% ../nbs/23_recipe.ipynb #4ae666b7
 _ARCH = ('dim', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'ffn_dim', 'rope_theta', 'eps', 'tied', 'vocab_size')
-_DATA = ('data', 'val_data', 'separator', 'text_key')
+_DATA = ('separator', 'text_key')
 _PLACE = ('out', 'resume')
 
 def changes(
@@ -142,7 +144,7 @@ def changes(
     out = []
     for f in fields(TrainConfig):
         a, b = getattr(old, f.name), getattr(new, f.name)
-        if a == b or f.name in _PLACE or f.name == 'tokenizer': continue # Tokenizers are compared by contents
+        if a == b or f.name in _PLACE or f.name == 'tokenizer': continue # Tokenizers are compared by contents, and so are the data, which may lie elsewhere by now
         if f.name in _ARCH: raise UserError(f'{flag(f.name)} {b} differs from the run\'s {a}: a run keeps its architecture; start another one with another --out')
         if f.name in _DATA: raise UserError(f'{flag(f.name)} {b} differs from the run\'s {a}: a run keeps its data; start another one with another --out')
         order = f.name in ('seq_len', 'seed') or f.name in ('batch_size', 'grad_accum') and old.rows != new.rows
@@ -174,6 +176,8 @@ def saved_config(
     "The recipe a run was last trained with"
     from xtrain.checkpoint import read_config
     c, names = read_config(run_dir), {f.name for f in fields(TrainConfig)}
+    try: ModelConfig.from_dict(c['model'])
+    except UserError as e: raise UserError(f'{Path(run_dir)/"config.json"}: {e}') from None
     arch = {k: v for k,v in c['model'].items() if k in names}
     saved = {k: v for k,v in c.get('train', {}).items() if k in names}
     if not saved: saved = dict(tokenizer=str(Path(run_dir)/'tokenizer.json'), seq_len=min(TrainConfig.seq_len, c['model']['max_seq_len']), lr=5e-5) # A rate that keeps what they know

@@ -159,8 +159,8 @@ def read_metrics(
     def parse(line):
         try: return json.loads(line)
         except ValueError: return None
-    path = Path(path)
-    return [d for l in path.read_text(encoding='utf-8').splitlines() if (d := parse(l))] if path.is_file() else []
+    path = Path(path) # Bytes: a crash can cut a character in two, and a line of text may hold U+2028 or U+0085, where `splitlines` would part it
+    return [d for l in path.read_bytes().split(b'\n') if isinstance(d := parse(l), dict) and isinstance(d.get('step'), int)] if path.is_file() else []
 
 # %% ../nbs/23_train.ipynb #e583349d
 def plot_loss(
@@ -179,7 +179,7 @@ def plot_loss(
     val = [(r['step'], r['val_loss']) for r in rows if 'val_loss' in r]
     if val: ax.plot(*zip(*val), 'o-', color='tab:orange', ms=4, lw=1, label=f'held out, {val[-1][1]:.3f} at the end' + (f', {low:.3f} at its lowest' if (low := min(v for _,v in val)) < val[-1][1] else ''))
     if floor: ax.axhline(floor, color='k', ls='--', lw=1, label=f'floor: {floor:.3f}, the text\'s own entropy')
-    ax.set(xlabel='step', ylabel='loss (nats per token)', title=f'{Path(run_dir).name}: loss of {x[-1] if x else 0:,} steps')
+    ax.set(xlabel='step', ylabel='loss (nats per token)'); ax.set_title(f'{Path(run_dir).name}: loss of {x[-1] if x else 0:,} steps', parse_math=False)
     late = mean[len(mean)//20:] + [v for _,v in val] + ([floor] if floor else [])  # the first twentieth falls so far that it would flatten the rest
     if late: ax.set_ylim(min(late)-(pad := .05*(max(late)-min(late))+1e-3), max(late)+pad)
     ax.grid(alpha=.3); ax.legend(fontsize=9)
@@ -340,6 +340,8 @@ def train(
         arch = ModelConfig.from_dict(saved['model']) if saved else cfg.model_config(tok.vocab_size)
         if cfg.seq_len > arch.max_seq_len: raise UserError(f'--seq-len {cfg.seq_len} is more than the run\'s context of {arch.max_seq_len}')
         batches, held, info = get_data(cfg, tok, out, saved.get('data', {}), say)
+        try: tok.encode(cfg.sample_prompt if cfg.sample_every else '')
+        except UserError as e: raise UserError(f'--sample-prompt: {e}') from None # Said now, not after hours, at the first sample
         if cfg.keep_best and not held: raise UserError('--keep-best needs held-out text: there is too little of it; give more --data, or --val-data')
         model = TinyTransformer(arch, seed=cfg.seed, attention=cfg.attention, dtype=dtype, recompute=cfg.recompute).to(device)
         opt = make_optimizer(model, cfg)
@@ -353,8 +355,9 @@ def train(
         if path:
             s = load_checkpoint(path, model, opt)
             start, tokens, best = s['step'], s['state'].get('tokens', 0), s['state'].get('best')
-            if best and best['step'] not in checkpoints(out): best = None
+            if not cfg.keep_best or best and best['step'] not in checkpoints(out): best = None
             say(f'resume: {path}, step {start} of {cfg.steps}' + ('' if opt.state or not start else '; it has no moments, they start from zero'))
+        elif any('imported' in h for h in saved.get('history', [])): raise UserError(f'{out} began with imported weights, and none of its checkpoints is left; import them again, into a new run')
         elif cfg.resume: say('resume: no checkpoint yet, from the start')
         for name, a, b, note in diff: say(f'changed: {flag(name)} {a} -> {b}' + (f' ({note})' if note else ''))
         history = saved.get('history', []) + ([dict(step=start) | {n: [a, b] for n,a,b,_ in diff}] if diff else [])
@@ -379,20 +382,20 @@ def train(
                     done = step+1
                     log.add(done, lr, loss, opt.norm, n)
 
-                    last = done == cfg.steps or bool(stop)
-                    look, sample, keep = last or due(cfg.eval_every, done), due(cfg.sample_every, done) or done == cfg.steps and cfg.sample_every, last or due(cfg.save_every, done)
+                    last = done == cfg.steps # Whoever stops here shall miss nothing that is due: it would not come again
+                    look, sample, keep = last or due(cfg.eval_every, done), due(cfg.sample_every, done) or last and cfg.sample_every, last or stop or due(cfg.save_every, done)
                     if not (look or sample or keep or due(every, done)): continue
                     log.read()
                     extra = {}
-                    if look and held and not stop: extra['val_loss'] = val = evaluate(model, held)
-                    if sample and not stop: extra['sample'] = sample_text(model, tok, cfg)
+                    if look and held: extra['val_loss'] = val = evaluate(model, held)
+                    if sample: extra['sample'] = sample_text(model, tok, cfg)
                     log.write(**extra)
                     if cfg.keep_best and 'val_loss' in extra and (best is None or val < best['val_loss']): best, keep = dict(step=done, val_loss=val), True
                     if extra.get('sample'): log.say(f'sample: {extra["sample"]}')
                     if keep or stop:
                         os.fsync(log.file.fileno())
                         save_checkpoint(out, done, model, opt, dict(tokens=log.tokens) | (dict(best=best) if best else {}), cfg.keep, best and best['step'])
-                    if last or extra and time.monotonic()-drawn > 10:
+                    if last or stop or extra and time.monotonic()-drawn > 10:
                         plot_loss(out, info['floor'])
                         drawn = time.monotonic()
                     log.resume_clock()
