@@ -309,6 +309,35 @@ def test_load_run(tmp_path):
     for p in list(checkpoints(run).values()): discard(p)
     with pytest.raises(UserError, match='holds no checkpoint yet'): load_run(run)
 
+def test_checkpoints_on_another_disk(tmp_path, monkeypatch):
+    "`checkpoints` may be a link: the run is where the path says, not where the link leads"
+    from xtrain.generate import chat_template
+    from xtrain.hf import open_weights, run_of
+    tok = Tokenizer.train(['one two three'], 260)
+    tok.chat_template = 'hello'
+    m, _ = trained(vocab_size=260)
+    run = new_run(tmp_path/'run', m.cfg, m.params().__getitem__, tok)
+    (run/'checkpoints').rename(tmp_path/'big'); (run/'checkpoints').symlink_to(tmp_path/'big')
+    one = run/'checkpoints'/'step-00000000'
+    assert same(m, load_run(run)[0]) and run_of(one) == (run, one) and chat_template(one)[0] == 'hello' and open_weights(one).tokenizer.sha256 == tok.sha256
+    monkeypatch.chdir(run)
+    assert run_of('checkpoints/step-00000000') == (run, one)
+    (tmp_path/'latest').symlink_to(one)
+    with pytest.raises(UserError, match='without its run'): open_weights(tmp_path/'latest') # Through two links nothing says which run it was
+
+@pytest.mark.parametrize('key, v', [('model', 5), ('model', {}), ('train', 5), ('train', [1]), ('train', None), ('train', dict(steps='x')), ('data', 'x'), ('history', 5), ('history', [1])])
+def test_a_damaged_config_is_said_in_a_line(tmp_path, key, v):
+    from xtrain.hf import open_weights
+    from xtrain.recipe import make_config
+    tok = Tokenizer.train(['one two three'], 260)
+    m, _ = trained(vocab_size=260)
+    run = new_run(tmp_path/'run', m.cfg, m.params().__getitem__, tok)
+    c = json.loads((run/'config.json').read_text()) | {key: v}
+    (run/'config.json').write_text(json.dumps(c))
+    for f in (open_weights, load_run, lambda r: make_config(resume=r, data='stories')):
+        if f is load_run and key == 'train' and isinstance(v, dict): continue # A recipe is none of its business
+        with pytest.raises(UserError): f(run)
+
 # ---- kill -9 ------------------------------------------------------------------------------------------------
 
 KILLER = '''

@@ -214,6 +214,8 @@ def read_config(
     try: config = json.loads(f.read_text())
     except ValueError as e: raise UserError(f'{f} is not JSON: {e}') from None
     if not isinstance(config, dict) or 'model' not in config: raise UserError(f'{f} has no "model"; it is not of a run')
+    for k,kind,name in (('model', dict, 'an object'), ('train', dict, 'an object'), ('data', dict, 'an object'), ('history', list, 'a list')):
+        if not isinstance(v := config.get(k, kind()), kind) or kind is list and not all(isinstance(h, dict) for h in v): raise UserError(f'{f}: "{k}" must be {name}' + (' of objects' if kind is list else ''))
     return config
 
 # %% ../nbs/22_checkpoint.ipynb #d905f983

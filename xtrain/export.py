@@ -10,6 +10,7 @@ __all__ = ['TENSOR_MAP', 'DTYPES', 'KINDS', 'VERIFY_MARKS', 'tensor_map', 'hf_sh
 # %% ../nbs/31_export.ipynb #f1576d8e
 import json, math, os, re
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 import torch
 from torch import Tensor
@@ -198,10 +199,11 @@ def run_facts(
 )->list[tuple[str,str]]: # Rows for `model_card`
     "What a run knows of its data, recipe and losses up to a step"
     from xtrain.checkpoint import read_config
+    from xtrain.recipe import saved_config
     from xtrain.train import read_metrics
     c = read_config(run)
-    t, d = c.get('train') or {}, c.get('data') or {}
-    seen = [r for r in read_metrics(Path(run)/'metrics.jsonl') if r.get('step', 0) <= step]
+    t, d = asdict(saved_config(run)) if c.get('train') else {}, c.get('data') or {}
+    seen = [r for r in read_metrics(Path(run)/'metrics.jsonl') if r['step'] <= step and 'loss' in r and 'tokens' in r]
     rows = [('weights before step 0', f'imported from {_code(h["imported"])}') for h in c.get('history') or [] if 'imported' in h]
     if t:
         name = str(t['data']) if str(t['data']).startswith('hf:') else Path(str(t['data'])).name # A path would tell of this machine

@@ -255,9 +255,10 @@ def run_of(
     path, # A run, a checkpoint in it, or any other directory
 )->tuple[Path,Path|None]: # The run or directory, and the checkpoint, if it was one
     "`RUN/checkpoints/step-00000300` means RUN as it was then"
-    real = Path(os.path.realpath(path)) # It may be `.`, or a link
-    ours = re.fullmatch(r'step-\d{8,}', real.name) and real.parent.name == 'checkpoints' and not os.path.lexists(real/'config.json') # Other trainers name directories so, too
-    return (real.parent.parent, real) if ours else (Path(path), None)
+    ours = lambda p: re.fullmatch(r'step-\d{8,}', p.name) and p.parent.name == 'checkpoints' and not os.path.lexists(p/'config.json') # Other trainers name directories so, too
+    found = [p for p in map(Path, (os.path.abspath(path), os.path.realpath(path))) if ours(p)] # `checkpoints` may be a link to another disk, or the path itself `.` or a link
+    step = next((p for p in found if os.path.lexists(p.parent.parent/'config.json')), found[-1] if found else None)
+    return (step.parent.parent, step) if step else (Path(path), None)
 
 # %% ../nbs/31_import.ipynb #46ca6522
 def open_weights(
