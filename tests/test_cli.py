@@ -158,6 +158,8 @@ def test_doctor():
     (['train', '--schedule', 'cosin'], ['cosin', 'cosine', 'linear']),
     (['train', '--dtype', 'int8'], ['int8', 'bfloat16']),
     (['train', '--resume'], ['--out']),
+    (['train', '--init', '', '--data', 'stories', '--out', 'out'], ['--init is empty']),
+    (['train', '--seed', '9'*30, '--out', 'out'], ['--seed']),
     (['train', 'data.txt'], ['data.txt']),
 ], ids=lambda v: ' '.join(v) if isinstance(v, list) else None)
 def test_wrong_usage(args, parts, tmp_path, monkeypatch):
@@ -175,6 +177,10 @@ def test_wrong_usage(args, parts, tmp_path, monkeypatch):
     (['import', 'empty', 'out'], ['empty']),
     (['import', 'pickled', 'out'], ['safetensors']),
     (['verify', 'nowhere', 'empty'], ['empty']),
+    (['verify', 'nowhere', 'empty', '--prompts', ''], ['cannot read']),
+    (['verify', 'nowhere', 'empty', '--held-out', ''], ['cannot read']),
+    (['train', '--data', '', '--out', 'out'], ['--data']),
+    (['train', '--val-data', '', '--out', 'out'], ['--val-data']),
     (['train', '--data', 'nowhere.txt', '--out', 'out'], ['nowhere.txt']),
     (['train', '--data', 'empty', '--out', 'out'], ['empty']),
     (['train', '--data', 'none*.txt', '--out', 'out'], ['none*.txt']),

@@ -201,7 +201,7 @@ def _train_from(init, out, train):
     _o('--init', metavar='RUN|DIR', help='Start from these weights, of a run or of a Qwen3, Qwen2 or Llama directory; architecture and tokenizer are theirs.'),
     _o('--resume', is_flag=True, help='Go on with the run in --out from its newest checkpoint, with its recipe.'),
     _o('--steps', type=POSITIVE, help='Optimizer steps in all.'),
-    _o('--seed', type=COUNT, help='Of weights and data order; the same seed gives the same run, bit for bit.'),
+    _o('--seed', type=Whole(0, 2**63-1), help='Of weights and data order; the same seed gives the same run, bit for bit.'),
     _o('--eval-every', type=COUNT, help='Steps between looks at held-out text; 0 looks only at the end.'),
     _o('--eval-tokens', type=POSITIVE, help='Held-out tokens scored each time, always the same ones.'),
     _o('--sample-every', type=COUNT, help='Steps between samples of what the model writes; 0 for none.'),
@@ -265,6 +265,7 @@ def _train(ctx, preset, init, resume, as_json, **given):
     given = {k: v for k,v in given.items() if v is not None}
     if 'separator' in given: given['separator'] = given['separator'].replace(r'\n', '\n').replace(r'\t', '\t')
     if resume and 'out' not in given: raise click.UsageError('--resume needs --out: which run?', ctx)
+    if init == '': raise click.UsageError('--init is empty: a variable of the shell may be unset', ctx)
     if init and (resume or preset): raise click.UsageError('--init begins a run, --resume goes on with one: give one of them' if resume else '--preset and --init do not go together: the architecture is that of --init', ctx)
     if init and (need := [n for n in ('out', 'data') if n not in given]): raise click.UsageError(f'--init needs --{need[0]}: {dict(out="where shall the new run be?", data="what shall it learn from?")[need[0]]}', ctx)
     out = given.pop('out') if resume or init else None
@@ -482,8 +483,8 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     from xtrain.hf import run_of
     _check_picture(picture)
     picture, planted = Path(picture or run_of(run)[0]/'verify.png'), None
-    texts = v.read_prompts(prompts) if prompts else None
-    text = v.read_text_file(held_out) if held_out else ''
+    texts = v.read_prompts(prompts) if prompts is not None else None
+    text = v.read_text_file(held_out) if held_out is not None else ''
     r = v.verify(run, dir, texts, max_tokens, list(engines) or None, timeout=timeout, progress=_status, text=text)
     _status('')
     notes = [f'picture: {picture}']
