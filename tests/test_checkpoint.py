@@ -312,7 +312,7 @@ def test_load_run(tmp_path):
 def test_checkpoints_on_another_disk(tmp_path, monkeypatch):
     "`checkpoints` may be a link: the run is where the path says, not where the link leads"
     from xtrain.generate import chat_template
-    from xtrain.hf import open_weights, run_of
+    from xtrain.hf import import_to_run, open_weights, run_of
     tok = Tokenizer.train(['one two three'], 260)
     tok.chat_template = 'hello'
     m, _ = trained(vocab_size=260)
@@ -320,6 +320,7 @@ def test_checkpoints_on_another_disk(tmp_path, monkeypatch):
     (run/'checkpoints').rename(tmp_path/'big'); (run/'checkpoints').symlink_to(tmp_path/'big')
     one = run/'checkpoints'/'step-00000000'
     assert same(m, load_run(run)[0]) and run_of(one) == (run, one) and chat_template(one)[0] == 'hello' and open_weights(one).tokenizer.sha256 == tok.sha256
+    with pytest.raises(UserError, match='is what is to be imported'): import_to_run(one, run, True) # It would replace the run that it is of
     monkeypatch.chdir(run)
     assert run_of('checkpoints/step-00000000') == (run, one)
     (tmp_path/'latest').symlink_to(one)

@@ -421,7 +421,7 @@ def import_to_run(
         if not (to/'config.json').is_file() or 'model' not in read_json(to/'config.json'): return 'is no run'
         if other := sorted({p.name for p in to.iterdir()} - _RUN): return f'holds {other[0]!r}, which is not part of a run'
     to, here = check_place(run, overwrite, foreign=foreign), Path(os.path.realpath(dir))
-    if here == to or here.is_relative_to(to): raise UserError(f'{run} is what is to be imported; choose another place')
+    if here == to or here.is_relative_to(to) or Path(os.path.realpath(run_of(dir)[0])) == to: raise UserError(f'{run} is what is to be imported; choose another place')
     w, (source, step) = open_weights(dir), run_of(dir)
     name = source.resolve().name + (f', step {int(step.name.removeprefix("step-"))}' if step else '')
     try: hf_config(w.cfg); tokenizer_files(w.tokenizer, w.cfg)
