@@ -1,6 +1,6 @@
 "The recipe and the loop: one mean, exact resume, signals, faults, what is written down."
 import hashlib, json, math, os, shutil, signal, subprocess, sys, textwrap, time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 import pytest, torch
 from safetensors.torch import load_file
@@ -47,7 +47,6 @@ CHILD = '''
 
 def child(cfg, patch='', limit=None, **kw):
     "Train in a new process"
-    from dataclasses import asdict
     pre = f'ulimit -f {limit}; ' if limit else ''
     code = textwrap.dedent(CHILD).replace('{patch}', textwrap.dedent(patch))
     p = subprocess.Popen(['bash', '-c', pre + 'exec "$@"', '-', sys.executable, '-W', 'ignore', '-c', code, json.dumps(asdict(cfg))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, **kw)
@@ -347,6 +346,29 @@ def test_signals_in_mid_save(straight, tmp_path, signals, rc):
     assert max(losses(c.out)) == done < 12 and not [n for n in os.listdir(tmp_path/'run/checkpoints') if n.startswith('.')]
     quiet(again(c))
     assert digest(tmp_path/'run/checkpoints') == digest(Path(straight.out)/'checkpoints')
+
+def test_the_terminal_goes_away(straight, tmp_path):
+    "A dropped ssh: SIGHUP, and a terminal that can be written to no more"
+    import fcntl, pty, termios
+    master, slave = pty.openpty()
+    c = replace(straight, out=str(tmp_path/'run'))
+    code = textwrap.dedent(CHILD).replace('{patch}', textwrap.dedent(SLOW))
+    p = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code, json.dumps(asdict(c))], stdin=slave, stdout=subprocess.PIPE, stderr=slave, env=ENV,
+                         start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(slave)
+    assert p.stdout.readline() == b'saving\n'
+    os.close(master)
+    p.communicate(timeout=120)
+    assert p.returncode == 129 and 0 < max(checkpoints(c.out)) < 12
+    quiet(again(c))
+    assert digest(tmp_path/'run/checkpoints') == digest(Path(straight.out)/'checkpoints')
+
+def test_nohup_has_its_way(straight, tmp_path):
+    c = replace(straight, out=str(tmp_path/'run'))
+    p = child(c, SLOW, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert p.stdout.readline() == 'saving\n'
+    p.send_signal(signal.SIGHUP)
+    assert finish(p)[0] == 0 and max(checkpoints(c.out)) == 12
 
 @pytest.mark.parametrize('when', [4, 12])
 def test_what_is_due_is_done_though_somebody_stops(cfg, tmp_path, monkeypatch, when):

@@ -8,8 +8,8 @@ __all__ = ['accumulate', 'make_optimizer', 'evaluate', 'Stop', 'Log', 'read_metr
            'summary']
 
 # %% ../nbs/23_train.ipynb #c6c2d5e3
-import json, math, os, shutil, signal, sys, tempfile, threading, time
-from contextlib import contextmanager
+import json, math, os, shutil, signal, stat, sys, tempfile, threading, time
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 import torch
@@ -65,17 +65,22 @@ def evaluate(
 
 # %% ../nbs/23_train.ipynb #dc7114b2
 class Stop:
-    "Within a `with` block, SIGINT and SIGTERM only set `signal`"
+    "Within a `with` block, SIGINT, SIGTERM and SIGHUP only set `signal`; a SIGHUP that `nohup` has ignored stays so"
     def __init__(self): self.signal, self.times = 0, 0
     def __enter__(self):
         main = threading.current_thread() is threading.main_thread()
-        self.was = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)} if main else {}
+        hup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+        self.was = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM, *hup)} if main else {}
         return self
     def __exit__(self, *_):
         for s,h in self.was.items(): signal.signal(s, h)
     def ask(self, number, _):
         self.signal, self.times = self.signal or number, self.times+1
         if self.times > 2: raise KeyboardInterrupt
+        if number == signal.SIGHUP: # The terminal is gone: writing to it would fail, and the checkpoint with it
+            for fd in (1, 2):
+                with suppress(OSError):
+                    if stat.S_ISCHR(os.fstat(fd).st_mode): os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         line = 'stopping after this step and a checkpoint' if self.times == 1 else 'still at it; once more gives up at once'
         os.write(2, f'\n{signal.Signals(number).name}: {line}\n'.encode())
     def __bool__(self): return self.signal != 0
@@ -316,7 +321,7 @@ class TrainResult:
     tokens:int # Scored in all
     tokens_per_second:float # Of training alone, in this process
     seconds:float # Of everything, in this process
-    exit_code:int = 0 # 130 after Ctrl-C, 143 after SIGTERM
+    exit_code:int = 0 # 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP
     best_val_loss:float|None = None # The lowest, with `keep_best`
     best_step:int|None = None # Where it was
     def to_dict(self)->dict: return asdict(self)
