@@ -193,7 +193,7 @@ def load_run(
 )->tuple: # `(model, tokenizer, config.json as a dict)`
     "Model and tokenizer of a run"
     from xtrain.model import TinyTransformer
-    from xtrain.hf import open_weights
+    from xtrain.hf import run_tokenizer
     run_dir = Path(run_dir)
     config = read_config(run_dir)
     if step is None: path = latest_checkpoint(run_dir)
@@ -201,7 +201,7 @@ def load_run(
     if path is None: raise UserError(f'{run_dir} holds no checkpoint yet; train it first')
     model = TinyTransformer(ModelConfig.from_dict(config['model']), attention=attention, dtype=dtype, std=None).to(device)
     load_checkpoint(path, model)
-    return model, open_weights(path).tokenizer, config
+    return model, run_tokenizer(run_dir, model.cfg), config
 
 # %% ../nbs/22_checkpoint.ipynb #cda56809
 def read_config(

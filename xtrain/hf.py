@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAX_JSON', 'read_json', 'find_weights', 'from_hf_config', 'check_tensors', 'Weights', 'run_of', 'open_weights',
-           'load_any', 'import_hf', 'import_model', 'export_any', 'import_to_run', 'DTYPES', 'KINDS', 'TENSOR_MAP',
-           'VERIFY_MARKS', 'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config', 'hf_shapes',
-           'model_card', 'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap', 'whole']
+           'run_tokenizer', 'load_any', 'import_hf', 'import_model', 'export_any', 'import_to_run', 'DTYPES', 'KINDS',
+           'TENSOR_MAP', 'VERIFY_MARKS', 'check_target', 'check_vocab', 'export_hf', 'export_weights', 'hf_config',
+           'hf_shapes', 'model_card', 'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap',
+           'whole']
 
 # %% ../nbs/31_import.ipynb #7440c743
 import json, math, os, re, reprlib, warnings
@@ -293,9 +294,15 @@ def _open_dir(dir, c, tokenizer):
     if cfg.tied and 'lm_head.weight' in found: _same(found, where)
     return Weights(cfg, _reader(found, tensor_map(cfg)), {d for _,d,_ in found.values()}, _tokenizer(dir, cfg) if tokenizer else None, [('weights', f'imported from {_code(dir.resolve().name)}')])
 
+def run_tokenizer(run:Path, cfg:ModelConfig):
+    "The `Tokenizer` of a run, with what an import said of how to serve its model"
+    from xtrain.tokenizer import Tokenizer
+    tok = Tokenizer.load(run)
+    if os.path.lexists(f := run/'serving.json'): tok.serving = _serving(read_json(f), cfg, tok, f)
+    return tok
+
 def _open_run(run, tokenizer, step=None):
     from xtrain.checkpoint import check_checkpoint, latest_checkpoint
-    from xtrain.tokenizer import Tokenizer
     if step and (not os.path.lexists(run/'config.json') or 'model' not in read_json(run/'config.json')): raise UserError(f'{step} is a checkpoint, but {run} is no run: it has no config.json of one')
     if step and (why := check_checkpoint(step)): raise UserError(f'{step}: {why}')
     c, step = read_json(run/'config.json'), step or latest_checkpoint(run)
@@ -305,9 +312,8 @@ def _open_run(run, tokenizer, step=None):
     file = step/'model.safetensors'
     have, want = TensorFile(file).tensors, {n: ('F32', s) for n,s in cfg.shapes().items()}
     if bad := next((n for n in [*want, *have] if have.get(n) != want.get(n)), None): raise UserError(f'{file}: tensor {_short(bad)} is {have.get(bad, "missing")}, the run\'s config.json asks for {want.get(bad, "none of that name")}')
-    number, tok = int(step.name.removeprefix('step-')), Tokenizer.load(run) if tokenizer else None
-    if tok and os.path.lexists(f := run/'serving.json'): tok.serving = _serving(read_json(f), cfg, tok, f)
-    return Weights(cfg, _reader({n: (file,) for n in have}, [(n, n, False) for n in have]), {'F32'}, tok, run_facts(run, number))
+    number = int(step.name.removeprefix('step-'))
+    return Weights(cfg, _reader({n: (file,) for n in have}, [(n, n, False) for n in have]), {'F32'}, run_tokenizer(run, cfg) if tokenizer else None, run_facts(run, number))
 
 # %% ../nbs/31_import.ipynb #dc3a6831
 _SERVING, _IDS, _NAMES = ('config.json', 'generation_config.json', 'tokenizer_config.json'), ('bos_token_id', 'pad_token_id'), ('bos_token', 'pad_token')
