@@ -66,10 +66,10 @@ def _seconds(f, device):
     if device.type == 'cuda': torch.cuda.synchronize(device)
     return max(1e-6, time.perf_counter()-start)
 
-def _kept_graphs():
-    "Compiled functions may otherwise give away memory of a graph that is run backward again and again; while compiling and while running"
+def _kept_graphs(again=True):
+    "Is a graph run backward `again` and again? Then compiled functions must not reuse its memory; while compiling and while running"
     from torch._functorch import config
-    return config.patch(donated_buffer=False)
+    return config.patch(donated_buffer=not again)
 
 def _give_back(device):
     "Memory that nobody uses goes back to the driver; for 2.5 ms a gigabyte everything is slower then (H200), so wait"
@@ -275,6 +275,7 @@ def measure(
 )->list[dict]: # One for each way and direction: `ms`, the median of `rounds`, medians themselves; `error` instead where there is none
     "Time ways of a case in turns, both directions"
     rows, ref, spent, calls, errors = [], None, {}, {}, {} # calls: direction -> who -> function
+    again = 'both' not in case.bytes
     def prepare(name):
         nonlocal ref
         f = torch.compile(case.ways['torch'], dynamic=False) if name == 'compile' else case.ways[name]
@@ -282,16 +283,16 @@ def measure(
         inputs, grads = case.inputs, case.grads
         if name == 'liger': inputs, grads = ([x.detach().clone().requires_grad_(x.requires_grad) for x in X] for X in (inputs, grads)) # It writes gradients over some of its inputs
         need, outs = [x for x in inputs if x.requires_grad], f(*inputs)
-        backward = lambda: torch.autograd.grad(outs, need, grads if isinstance(outs, tuple) else grads[0], retain_graph=True)
+        backward = lambda: torch.autograd.grad(outs, need, grads if isinstance(outs, tuple) else grads[0], retain_graph=again)
         found = [x.detach() for x in (*(outs if isinstance(outs, tuple) else (outs,)), *backward())]
         if ref is None: ref = found
         elif (far := max(_error(a, b) for a, b in zip(found, ref, strict=True))) > _TOLERANCE[need[0].dtype]: raise UserError(f'{far:.1e} away from torch, not timed')
-        return dict(both=lambda: torch.autograd.grad(f(*inputs), need)) if 'both' in case.bytes else dict(forward=lambda: f(*inputs), backward=backward)
+        return dict(forward=lambda: f(*inputs), backward=backward) if again else dict(both=lambda: torch.autograd.grad(f(*inputs), need))
     for name in [w for w in ('torch', 'xtrain', 'compile', 'liger') if w in case.ways or w == 'compile' and not case.step]:
         if name not in who and (name != 'torch' or case.step): continue # Torch's result is wanted in any case
         start = time.perf_counter()
         try:
-            with _kept_graphs():
+            with _kept_graphs(again):
                 for direction, f in prepare(name).items():
                     if name in who: f(); calls.setdefault(direction, {})[name] = f # What fails, fails here
         except Exception as e:
@@ -299,7 +300,7 @@ def measure(
             for some in calls.values(): some.pop(name, None)
         spent[name] = time.perf_counter()-start
     ref = None
-    with _kept_graphs(): times = {direction: in_turns(some, device, seconds, flush) for direction, some in calls.items()}
+    with _kept_graphs(again): times = {direction: in_turns(some, device, seconds, flush) for direction, some in calls.items()}
     if case.whole and times: times['sum'] = {name: [a+b for a, b in zip(t, times['backward'][name])] for name, t in times['forward'].items()}
     for name in spent:
         if name in errors: rows.append(dict(op=case.op, shape=case.shape, who=name, direction=next(iter(case.bytes)), error=errors[name]))
@@ -308,7 +309,7 @@ def measure(
             ms = statistics.median(times[direction][name])
             rows.append(dict(op=case.op, shape=case.shape, who=name, direction=direction, bytes=n, flops=ops, ms=ms, share=n/copy/ms*1e3, rounds=times[direction][name]))
             if direction == 'both':
-                with _kept_graphs(): rows[-1]['peak'] = peak_bytes(calls['both'][name], device)
+                with _kept_graphs(again): rows[-1]['peak'] = peak_bytes(calls['both'][name], device)
     for r in rows: r['seconds'] = round(spent[r['who']], 2) # That this way cost to warm up, compile and check
     return rows
 
