@@ -744,6 +744,18 @@ def test_a_sanitizer_that_takes_too_long(tmp_path):
     start = time.time()
     assert S.watch(fake, 'memcheck', '', dict(os.environ), timeout=1) == ('stopped after 1 s', 1) and time.time()-start < 20
 
+def test_parts_of_a_sanitizer_are_the_whole(monkeypatch):
+    "Dealt to several processes, each case runs once; what fails in one of them is told"
+    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
+    ran, codes = [], []
+    def fail(): raise ValueError('wrong')
+    monkeypatch.setattr(S, 'cases', lambda: [(f'case {i}', (lambda i=i: ran.append(i)) if i != 9 else fail) for i in range(11)])
+    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
+    for i in range(4):
+        with pytest.raises(SystemExit) as e: S.ops('', '3$', (i, 4))
+        codes.append(e.value.code)
+    assert sorted(ran) == [0, 1, 2, 4, 5, 6, 7, 8, 10] and sorted(codes) == [False, False, False, True]
+
 def test_products_by_the_cpu_are_the_same():
     spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     x, w, b = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)

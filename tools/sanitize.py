@@ -12,6 +12,7 @@ with every lane arriving at the barrier itself it found nothing. It leaves these
 cuBLAS's kernels do both; where a case begins with matrix products, the CPU makes them.
 """
 import argparse, os, re, shutil, signal, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,21 +117,22 @@ def cases():
                 yield f'decode {rows}x{prompt} {shape or ""} {short}', lambda a=(rows, prompt), s=shape, f=decode: f(*a, **s)
 
 
-def ops(only, without):
+def ops(only, without, part):
+    "Run every case, or those of one process among several: the `i`-th and each `n`-th after it"
     import torch
     torch.manual_seed(0)
-    n, errors = 0, 0
-    for name,f in cases():
-        if not re.search(only, name) or without and re.search(without, name): continue
+    n, errors, (i, every) = 0, 0, part
+    chosen = [(name, f) for name,f in cases() if re.search(only, name) and not (without and re.search(without, name))]
+    for name,f in chosen[i::every]:
         try: f(); torch.cuda.synchronize(); n += 1; print(f'ran {n}: {name}', flush=True)
         except Exception as e: print(f'FAILED {name}: {type(e).__name__}: {str(e).splitlines()[0]}', flush=True); errors += 1
     print(f'{n} cases ran, {errors} failed', flush=True)
     sys.exit(bool(errors))
 
 
-def watch(tool, t, only, env, timeout=None):
-    "Run the cases under one tool: what is wrong, if anything, and how many ran"
-    cmd = [tool, '--tool', t, '--error-exitcode', '7', '--print-limit', 20, *(x for n in KERNELS_OUT.get(t, ()) for x in ('--kernel-name-exclude', f'kns={n}')), sys.executable, __file__, '--ops', '--only', only, '--without', '' if only else CASES_OUT.get(t, '')]
+def watch(tool, t, only, env, timeout=None, part=(0, 1)):
+    "Run the cases, or a part of them, under one tool: what is wrong, if anything, and how many ran"
+    cmd = [tool, '--tool', t, '--error-exitcode', '7', '--print-limit', 20, *(x for n in KERNELS_OUT.get(t, ()) for x in ('--kernel-name-exclude', f'kns={n}')), sys.executable, __file__, '--ops', '--only', only, '--without', '' if only else CASES_OUT.get(t, ''), '--part', *part]
     p = subprocess.Popen(list(map(str, cmd)), env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
     why = []
     def stop(): why.append(f'stopped after {timeout:.0f} s'); os.killpg(p.pid, signal.SIGKILL)
@@ -157,11 +159,13 @@ def main():
     p.add_argument('tools', nargs='*', default=TOOLS, help='default: ' + ' '.join(TOOLS))
     p.add_argument('--only', default='', metavar='REGEX', help='only cases whose name it finds, such as "rope .*float32"')
     p.add_argument('--timeout', type=float, default=None, help='seconds for one tool')
+    p.add_argument('-j', '--jobs', type=int, default=1, metavar='N', help='processes at once, each with its part of the cases (default 1)')
     p.add_argument('--ops', action='store_true', help=argparse.SUPPRESS)
     p.add_argument('--without', default='', help=argparse.SUPPRESS)
+    p.add_argument('--part', type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     a = p.parse_args()
     sys.path.insert(0, str(ROOT))
-    if a.ops: ops(a.only, a.without)
+    if a.ops: ops(a.only, a.without, a.part)
     from xtrain.kernels import backend, no_gpu
     if why := no_gpu(): sys.exit(f'sanitize: {why}')
     tool = find_sanitizer()
@@ -174,7 +178,8 @@ def main():
     bad = 0
     for t in a.tools:
         start = time.time()
-        why, ran = watch(tool, t, a.only, env, a.timeout)
+        with ThreadPoolExecutor(a.jobs) as pool: done = list(pool.map(lambda i: watch(tool, t, a.only, env, a.timeout, (i, a.jobs)), range(a.jobs)))
+        why, ran = '; '.join(dict.fromkeys(w for w,_ in done if w)), sum(n for _,n in done)
         bad += bool(why)
         print(f'{t}: {why or "clean"}, {ran} cases in {time.time()-start:.0f} s', flush=True)
     sys.exit(bool(bad))
