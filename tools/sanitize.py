@@ -164,6 +164,7 @@ def main():
     p.add_argument('--without', default='', help=argparse.SUPPRESS)
     p.add_argument('--part', type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     a = p.parse_args()
+    if a.jobs < 1: p.error(f'--jobs {a.jobs}: must be at least 1')
     sys.path.insert(0, str(ROOT))
     if a.ops: ops(a.only, a.without, a.part)
     from xtrain.kernels import backend, no_gpu
