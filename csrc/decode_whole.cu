@@ -119,6 +119,15 @@ template <int NT, int MODE> struct Tiles {
         const int thread = threadIdx.x, K = p.K;
         const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4, B = s.a.B, line = s.columns + 32; // 64 bytes more than a row, so that 2 rows lie in different banks
         const int groups = (p.N + 8 * OUT - 1) / (8 * OUT), parts = (K + PART - 1) / PART, held = s.columns / PART;
+        const auto look_again = [&](uint4 (&v)[4], auto in, auto at) {         // at all that are missing, at once
+            for (bool missing = !p.x_there; missing;) {
+                missing = false;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    if (in(i) && empty(v[i])) missing = true, v[i] = look16(at(i));
+                }
+            }
+        };
         const auto fill = [&](int k0) {                                        // as they are
             const int pieces = (min(s.columns, K - k0) + 7) / 8, n = B * pieces;
 #pragma unroll 1
@@ -132,13 +141,7 @@ template <int NT, int MODE> struct Tiles {
                     b[i] = B == 1 ? 0 : k / pieces, c[i] = (k - b[i] * pieces) * 8;
                     v[i] = look16(p.x + (int64_t)b[i] * K + k0 + c[i]);
                 }
-                for (bool missing = !p.x_there; missing;) {                    // all that are missing again, at once
-                    missing = false;
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        if (i0 + i * THREADS < n && empty(v[i])) missing = true, v[i] = look16(p.x + (int64_t)b[i] * K + k0 + c[i]);
-                    }
-                }
+                look_again(v, [&](int i) { return i0 + i * THREADS < n; }, [&](int i) { return p.x + (int64_t)b[i] * K + k0 + c[i]; });
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     if (i0 + i * THREADS < n) *reinterpret_cast<uint4*>(xb + b[i] * line + c[i]) = v[i];
@@ -160,13 +163,7 @@ template <int NT, int MODE> struct Tiles {
                     for (int i = 0; i < 4; i++) {
                         if (h + i < B) v[i] = look16(p.x + (int64_t)(h + i) * K + c);
                     }
-                    for (bool missing = !p.x_there; missing;) {
-                        missing = false;
-#pragma unroll
-                        for (int i = 0; i < 4; i++) {
-                            if (h + i < B && empty(v[i])) missing = true, v[i] = look16(p.x + (int64_t)(h + i) * K + c);
-                        }
-                    }
+                    look_again(v, [&](int i) { return h + i < B; }, [&](int i) { return p.x + (int64_t)(h + i) * K + c; });
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         if (h + i >= B) continue;
