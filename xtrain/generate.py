@@ -309,7 +309,7 @@ def chat_template(
             config = json.loads(f.read_text(encoding='utf-8'))
             if not isinstance(config, dict): raise ValueError('not a JSON object')
         elif ours:
-            config = dict(bos_token=ours.raw.id_to_token(ours.front[0]) if len(ours.front) == 1 else None, eos_token=ours.eos_token)
+            config = dict(bos_token=ours.bos_token, eos_token=ours.eos_token)
             if (f := path/'serving.json').exists(): config |= json.loads(f.read_text(encoding='utf-8')).get('tokenizer_config.json', {})
         named = config.get('chat_template')
         if isinstance(named, list): named = next((t.get('template') for t in named if isinstance(t, dict) and t.get('name') == 'default'), None)

@@ -245,6 +245,7 @@ class Tokenizer:
             self._bytes = byte_table(self.vocab, self.vocab_size) if self.byte_level else None
             self._decoder = self.raw.decoder
             self.front, self.behind = _around(self.raw, next(iter(self.vocab)))
+            self.bos_token = self.raw.id_to_token(self.front[0]) if len(self.front) == 1 else None # The one that the file's template begins a text with
             self.set_eos(eos, stop_ids)
 
     def _check_added(self, added):
@@ -473,8 +474,7 @@ def tokenizer_files(
     if getattr(cfg, 'qkv_bias', False) and (bad := other_reading(tok)):
         raise UserError(f'{tok.where}: transformers 5 reads the tokenizer of every Qwen2-type model (biases in attention) as Qwen2\'s own, and {bad[0]}: {bad[1]!a} would become other ids '
                         'than tokenizer.json gives. Only Qwen2\'s own tokenizer can be exported with such a model; a model without these biases takes any')
-    name = lambda ids: tok.raw.id_to_token(ids[0]) if len(ids) == 1 else None
-    c = dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=name(tok.front), eos_token=tok.eos_token, unk_token=None, pad_token=None, clean_up_tokenization_spaces=False, model_max_length=cfg.max_seq_len)
+    c = dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=tok.bos_token, eos_token=tok.eos_token, unk_token=None, pad_token=None, clean_up_tokenization_spaces=False, model_max_length=cfg.max_seq_len)
     if not tok.front: c['add_bos_token'] = False
     if (tok.parts['pre_tokenizer'] or {}).get('add_prefix_space'): c['add_prefix_space'] = True
     if tok.chat_template: c['chat_template'] = tok.chat_template
