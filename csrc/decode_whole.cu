@@ -79,11 +79,9 @@ struct Ring {
     }
     // Consumer
     __device__ __forceinline__ const unsigned char* take() { barrier_wait(full + 8 * slot, turn); return data + slot * SLOT; }
-    // Reads of all lanes, __syncwarp, release by one; then acquire by one of the fetching warp, __syncwarp, copies by its lanes.
-    // (racecheck does not follow that: it reports these copies against those reads, and nothing if every lane arrives, which costs 32 arrivals for one.)
-    __device__ __forceinline__ void give(int lane) {
-        __syncwarp();
-        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * slot) : "memory");
+    // Every lane releases what it has read (racecheck follows threads, not warps); then acquire by one of the fetching warp, __syncwarp, copies by its lanes
+    __device__ __forceinline__ void give() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * slot) : "memory");
         next();
     }
 };
@@ -219,7 +217,7 @@ template <int NT, int MODE> struct Tiles {
                         const int k = (j * WARPS + warp) * 32 + t * 8;
                         to[j] = part * PART + k < K ? *reinterpret_cast<const uint4*>(from + k * 2) : uint4{};
                     }
-                    ring.give(lane);
+                    ring.give();
                 };
 #pragma unroll
                 for (int i = 0; i < TWO; i++) load_tile(w[i]);                 // while the activations are under way
@@ -314,7 +312,7 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
     __shared__ unsigned long long ticket;
     __shared__ typename A::Shared at_shared;
     const int lane = threadIdx.x % 32, E = s.E, F = s.F, B = s.a.B, QD = s.a.H * s.a.D, KD = s.a.Hkv * s.a.D;
-    if (threadIdx.x < 2 * s.slots) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(&bars[threadIdx.x % 2][threadIdx.x / 2])), "r"(threadIdx.x % 2 ? WARPS : 1) : "memory");
+    if (threadIdx.x < 2 * s.slots) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(&bars[threadIdx.x % 2][threadIdx.x / 2])), "r"(threadIdx.x % 2 ? THREADS : 1) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     uint4* table = reinterpret_cast<uint4*>(smem + s.slots * SLOT + s.work);    // `layers`, where reading it takes no time
     for (int i = threadIdx.x; i < s.n_layers * (int)(sizeof(Layer) / 16); i += ALL) table[i] = __ldg(reinterpret_cast<const uint4*>(s.layers) + i);
@@ -407,10 +405,10 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
                 return v;
             });
             a.add(work, [&](int kv) {
-                if (kv) ring.give(lane);                                       // every lane has read its keys
+                if (kv) ring.give();                                       // every lane has read its keys
                 tile[kv] = ring.take();
             }, [&](int n, int kv) { return *reinterpret_cast<const uint4*>(tile[kv] + ((n * A::SUBS + a.sub) * D + a.c * 8) * 2); });
-            ring.give(lane);
+            ring.give();
             a.leave(work, at_shared, sync, [&](bool in, int64_t row, int d, float x, float weight) {
                 const int64_t cut0 = row * s.a.cuts;
                 if (!owner) {

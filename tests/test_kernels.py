@@ -727,16 +727,6 @@ print('========= ERROR SUMMARY: {int(bad)} errors'); sys.exit({7*bad})
     assert (f'{tool}: that was b+1 {{}} f' in out) == ('Uninitialized' in out) == bad
     assert ('kns=round_dq' in (tmp_path/'args').read_text()) == (tool == 'initcheck')
 
-def test_cases_that_a_sanitizer_leaves_out(tmp_path):
-    "Unless they are asked for, and never more than is meant"
-    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
-    fake = tmp_path/'compute-sanitizer'; fake.write_text(f'#!{sys.executable}\nimport sys; open({str(tmp_path/"args")!r}, "w").write(repr(sys.argv))\n'); fake.chmod(0o755)
-    for only, without in (('', S.CASES_OUT['racecheck']), ('decode', '')):
-        S.watch(fake, 'racecheck', only, dict(os.environ))
-        args = eval((tmp_path/'args').read_text()); assert args[args.index('--without')+1] == without
-    out = [name for name, _ in S.cases() if re.search(S.CASES_OUT['racecheck'], name)]
-    assert len(out) == 4 and all(n.startswith('decode ') and n.endswith('bfloat16') for n in out)
-
 def test_a_sanitizer_that_takes_too_long(tmp_path):
     "Is told apart from one that found something"
     spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
