@@ -1,22 +1,21 @@
-// Few queries on a long cache (decoding): a block takes 128 (64) keys of one KV head for all its query heads at once, and leaves an answer and its log-sum-exp;
+// Few queries on a long cache (decoding): a block takes a cut of the keys of one KV head, 128 (64) at a time, for all its query heads at once, and leaves an answer and its log-sum-exp;
 // a second kernel joins the answers in the order of the keys. The cuts do not depend on how much else there is to do, so neither do the bits of a row.
 #pragma once
 #include "flash.cuh"
 
 #ifdef __CUDACC__
-template <int D> struct Cut { static constexpr int WARP = D <= 128 ? 32 : 16, KEYS = 4 * WARP; }; // keys a warp, a block
+template <int D> struct Cut { static constexpr int WARP = D <= 128 ? 32 : 16, KEYS = 4 * WARP; }; // keys at a time: a warp, a block
 constexpr int MAX_ROWS = 16; // queries of a group
 
-template <class T, int D> __global__ void __launch_bounds__(128) decode_kernel(const Flash f, float* part, float* part_lse, int cuts) {
+template <class T, int D, bool ONE> __global__ void __launch_bounds__(128) decode_kernel(const Flash f, float* part, float* part_lse, int cuts, int each) {
     constexpr int KW = Cut<D>::WARP, NT = KW / 8, TILE = KW * D * 2;
     done(); // for the join, which may come in beside the last blocks; it waits for all of them by itself
     extern __shared__ __align__(128) char smem[];
     __shared__ float ms[4][MAX_ROWS], ls[4][MAX_ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cut = blockIdx.x % cuts, bh = blockIdx.x / cuts, b = bh / f.Hkv, hk = bh % f.Hkv, rows = f.group * f.T;
-    const int j0 = cut * Cut<D>::KEYS + warp * KW;
     const auto row_of = [&](int r) { return ((int64_t)b * f.H + hk * f.group + r / f.T) * f.T + r % f.T; }; // among [B, H, T]
-    const bool nothing = keys_of(f, b, 0).lo >= (cut + 1) * Cut<D>::KEYS || keys_of(f, b, f.T - 1).hi <= cut * Cut<D>::KEYS;
-    if (nothing && cuts > 1) {
+    const int begin = max(keys_of(f, b, 0).lo / Cut<D>::KEYS, cut * each), end = min(tiles_of(keys_of(f, b, f.T - 1).hi, Cut<D>::KEYS), (cut + 1) * each);
+    if (begin >= end && cuts > 1) {
         if (threadIdx.x < rows) part_lse[row_of(threadIdx.x) * cuts + cut] = -INFINITY;
         return;
     }
@@ -26,47 +25,65 @@ template <class T, int D> __global__ void __launch_bounds__(128) decode_kernel(c
         const bool in = r < rows && c * 8 < f.D;
         copy16(chunk_at<D>(q, r, c), in ? f.q.at<const T>(b, hk * f.group + r / f.T) + r % f.T * f.q.n + c * 8 : (const T*)f.q.p, in);
     }
-    const auto load_keys = [&](uint32_t to, const Rows& x) {
+    const auto load_keys = [&](uint32_t to, const Rows& x, int tile) { // a warp's own, of its own copies: nobody else need be waited for
         const T* from = x.at<const T>(b, hk);
+        const int j0 = tile * Cut<D>::KEYS + warp * KW;
+        if (tile < end)
 #pragma unroll 8
-        for (int e = lane; e < KW * D / 8; e += 32) {
-            const int r = e / (D / 8), c = e % (D / 8);
-            const bool in = j0 + r < f.S && c * 8 < f.D;
-            copy16(chunk_at<D>(to, r, c), from + (in ? (j0 + r) * x.n + c * 8 : 0), in);
-        }
+            for (int e = lane; e < KW * D / 8; e += 32) {
+                const int r = e / (D / 8), c = e % (D / 8);
+                const bool in = j0 + r < f.S && c * 8 < f.D;
+                copy16(chunk_at<D>(to, r, c), from + (in ? (j0 + r) * x.n + c * 8 : 0), in);
+            }
         copy_commit();
     };
-    load_keys(k, f.k);
-    load_keys(v, f.v);
+    load_keys(k, f.k, begin);
+    load_keys(v, f.v, begin);
     copy_wait<1>();
     __syncthreads();
-    float s[1][NT][4], o[1][D / 8][4] = {};
-    product_nt<T, D, NT, 1>(s, q, 0, k, lane);
+    float s[1][NT][4], o[1][D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, base[2] = {}, sum[2] = {};
+#pragma unroll 1
+    for (int tile = begin; tile < end; tile++) { // unless there is but ONE tile: the next keys come while these values are worked at, the next values under the next keys
+        copy_wait<1>();
+        __syncwarp();
+        product_nt<T, D, NT, 1>(s, q, 0, k, lane);
+        __syncwarp();
+        if (!ONE) load_keys(k, f.k, tile + 1);
+#pragma unroll
+        for (int y = 0; y < 2; y++) {
+            const int r = 8 * y + lane / 4, j = tile * Cut<D>::KEYS + warp * KW + lane % 4 * 2;
+            const Run seen = r < rows ? keys_of(f, b, r % f.T) : Run{0, 0};
+            float now = top[y];
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    if (n * 8 + e < seen.lo - j || n * 8 + e >= seen.hi - j) s[0][n][2 * y + e] = -INFINITY;
+                    now = fmaxf(now, s[0][n][2 * y + e]);
+                }
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+            const float next = now == -INFINITY ? 0.f : __fmul_rn(now, f.scale_log2), shrink = top[y] == -INFINITY ? 0.f : exp2_fast(base[y] - next); // no fma: 1 where the maximum stays
+            top[y] = now, base[y] = next, sum[y] *= shrink;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) o[0][n][2 * y] *= shrink, o[0][n][2 * y + 1] *= shrink;
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) sum[y] += s[0][n][2 * y + e] = exp2_fast(fmaf(s[0][n][2 * y + e], f.scale_log2, -next));
+        }
+        copy_wait<ONE ? 0 : 1>();
+        __syncwarp();
+        product_nn<T, D, NT, 1>(o, s, v, lane);
+        if (ONE) break;
+        __syncwarp();
+        load_keys(v, f.v, tile + 1);
+    }
 #pragma unroll
     for (int y = 0; y < 2; y++) {
-        const int r = 8 * y + lane / 4, j = j0 + lane % 4 * 2;
-        const Run seen = r < rows ? keys_of(f, b, r % f.T) : Run{0, 0};
-        float top = -INFINITY, sum = 0;
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                if (n * 8 + e < seen.lo - j || n * 8 + e >= seen.hi - j) s[0][n][2 * y + e] = -INFINITY;
-                top = fmaxf(top, s[0][n][2 * y + e]);
-            }
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        const float base = top == -INFINITY ? 0.f : top * f.scale_log2;
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) sum += s[0][n][2 * y + e] = exp2_fast(fmaf(s[0][n][2 * y + e], f.scale_log2, -base));
-        sum = lane_sum(sum, 4);
-        if (lane % 4 == 0) ms[warp][r] = top == -INFINITY ? top : base, ls[warp][r] = sum;
+        sum[y] = lane_sum(sum[y], 4);
+        if (lane % 4 == 0) ms[warp][8 * y + lane / 4] = top[y] == -INFINITY ? top[y] : base[y], ls[warp][8 * y + lane / 4] = sum[y];
     }
-    copy_wait<0>();
-    __syncwarp();
-    product_nn<T, D, NT, 1>(o, s, v, lane);
     __syncthreads();
     float* os = (float*)smem; // [4][16][D]
 #pragma unroll
@@ -122,14 +139,18 @@ template <class T, int D> __global__ void __launch_bounds__(1024) join_kernel(co
     if (d < f.D) f.o.at<T>(bh / f.H, bh % f.H)[row % f.T * f.o.n + d] = from_float<T>(sum > 0 ? acc / sum : 0.f);
     if (d == 0) f.lse[row] = sum > 0 ? top + __logf(sum) : -INFINITY;
 }
-inline int cuts_of(const Flash& f, int keys) { return std::max(1, tiles_of(f.S, keys)); }
+constexpr int MAX_CUTS = 32;
+inline int tiles_in_cut(const Flash& f, int keys) { return tiles_of(std::max(1, tiles_of(f.S, keys)), MAX_CUTS); } // of `keys` keys each
+inline int cuts_of(const Flash& f, int keys) { return std::max(1, tiles_of(f.S, keys * tiles_in_cut(f, keys))); }
 template <class T, int D> void decode(const Flash& f, cudaStream_t s) {
     const int cuts = cuts_of(f, Cut<D>::KEYS);
     constexpr int bytes = 16 * D * 2 + 4 * 2 * Cut<D>::WARP * D * 2;
     static_assert(bytes >= 4 * 16 * D * 4 && bytes <= 99 * 1024);
-    allow_smem((const void*)decode_kernel<T, D>, bytes);
+    const int each = tiles_in_cut(f, Cut<D>::KEYS);
+    auto* kernel = each == 1 ? decode_kernel<T, D, true> : decode_kernel<T, D, false>;
+    allow_smem((const void*)kernel, bytes);
     float* lse = f.delta + (int64_t)f.B * f.H * f.T * cuts * D;
-    decode_kernel<T, D><<<f.B * f.Hkv * cuts, 128, bytes, s>>>(f, f.delta, lse, cuts);
+    kernel<<<f.B * f.Hkv * cuts, 128, bytes, s>>>(f, f.delta, lse, cuts, each);
     if (cuts > 1) launch_after(join_kernel<T, D>, f.B * f.H * f.T * (D / 32), 32 * std::min(32, pow2_at_least(ceil_div(cuts, 8))), s, f, f.delta, lse, cuts);
 }
 #endif

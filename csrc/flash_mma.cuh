@@ -334,7 +334,8 @@ struct Mma {
     template <class T> static void forward(const Flash& f, cudaStream_t s) {
         if (few(f)) return decode<T, HEAD_DIM>(f, s);
 #ifdef HOPPER
-        if (forward_sm90_run<T, HOPPER, HEAD_DIM, 128, HEAD_DIM == 64 ? 3 : 2>(f, (int*)f.delta, s)) return; // three fit at 64; rows of small heads are short, and two waste less of them
+        // Three warpgroups fit at 64; two waste less of short rows, and those of smaller heads mostly are.
+        if (HEAD_DIM == 64 && f.T > 1024 ? forward_sm90_run<T, HOPPER, HEAD_DIM, 128, HEAD_DIM == 64 ? 3 : 2>(f, (int*)f.delta, s) : forward_sm90_run<T, HOPPER, HEAD_DIM, 128, 2>(f, (int*)f.delta, s)) return;
 #endif
         auto* k = forward_kernel<T, HEAD_DIM, Z::FM, Z::FN, Z::FW>;
         constexpr int bytes = (Z::FM + 2 * Z::FN) * HEAD_DIM * 2;

@@ -106,11 +106,11 @@ __device__ __forceinline__ void turn_wait(int id) { asm volatile("bar.sync %0, 2
 __device__ __forceinline__ void turn_give(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 #endif
 
-// Which tile a block takes: sections of heads whose memory fits into the L2 cache together, heavy tiles first within each
+// Which tile a block takes: sections of heads whose memory fits into the L2 cache together; within each the last tiles first, or the first
 struct Work { int i0, b, h; };
-__device__ __forceinline__ Work work_of(int n, int B, int H, int section, int tiles, int rows) {
-    const int per = section * tiles, s = n / per, r = n % per, heads = min(section, B * H - s * section), bh = s * section + r % heads;
-    return {(tiles - 1 - r / heads) * rows, bh / H, bh % H};
+template <bool LAST_FIRST> __device__ __forceinline__ Work work_of(int n, int B, int H, int section, int tiles, int rows) {
+    const int per = section * tiles, s = n / per, r = n % per, heads = min(section, B * H - s * section), bh = s * section + r % heads, tile = r / heads;
+    return {(LAST_FIRST ? tiles - 1 - tile : tile) * rows, bh / H, bh % H};
 }
 
 template <int D> constexpr int PLACES = D == 64 ? 4 : 2; // places for tiles of keys and of values, as many as fit
@@ -146,7 +146,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                     mbar_arrive(full);
                     break;
                 }
-                const Work w = work_of(n, f.B, f.H, section, tiles, BM);
+                const Work w = work_of<true>(n, f.B, f.H, section, tiles, BM);
                 item[at] = {w.i0, w.b, w.h, 1};
                 const Span t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
                 if (t.begin >= t.end) {
@@ -220,8 +220,8 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                     for (int e = 0; e < 2; e++)
                         if (x * 8 + e < seen.lo - j || x * 8 + e >= seen.hi - j) s[x][2 * y + e] = -INFINITY;
             };
-            // The wait for o that follows is moved up by ptxas, to the last branch it finds here. Two warpgroups are faster with half of the exponentials before it, three with none.
-            constexpr bool by_row = WGS == 2;
+            // The wait for o that follows is moved up by ptxas, to the last branch it finds here. At 128 half of the exponentials before it are faster, at 64 none.
+            constexpr bool by_row = D == 128;
             if (!by_row && mask) mask_row(0), mask_row(1);
 #pragma unroll
             for (int y = 0; y < 2; y++) {
@@ -323,7 +323,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
 // through shared memory, the product for dq comes a step late, when the other's ds has long been written, and two more warps beside the copier add its parts to memory.
 //   s = k q^T   p = exp(s - lse)   dv += p g   dp = v g^T   ds = p (dp - delta)   dk += ds q   dq += ds^T k
 // Every tile of dq is added up in one order, keys ascending; `turn` says whose turn it is. Blocks take the owners of keys in that order, too, the first keys (with a causal mask the heaviest)
-// of all heads first, and walk from the last queries up. So nobody waits for a block that has not begun, and seldom for one that has.
+// of a section of heads first, and walk from the last queries up. So nobody waits for a block that has not begun, and seldom for one that has; and dq comes back to the L2 cache seldom.
 template <int D, int W> struct One {
     static constexpr int BM = 128, BN = 8192 / D, OWN = BM * D * 2, TILE = BN * D * 2, DS = BM * BN * 2, DQ = W < 64 ? W : 64, PART = 128 * DQ * 4, STAGES = 2; // DQ: columns of dq that a warpgroup makes, for 64 queries
     static constexpr int TILES = 2 * OWN + 2 * STAGES * TILE + 2 * DS + 2 * PART, BYTES = TILES + STAGES * BN * 8 + 3 * 8 + (8 + 3 * STAGES) * 8;
@@ -331,7 +331,7 @@ template <int D, int W> struct One {
 constexpr int FIRST = 1 << 30, NOBODY = (int)0x80000000; // in `turn`: nothing has been added yet; nobody sees this tile
 template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
     backward_one_sm90(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_g,
-                      const Flash f, const float2* stats, int padded, float* acc, int* turn, int* next) {
+                      const Flash f, const float2* stats, int padded, float* acc, int* turn, int* next, int section) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using C = One<D, W>;
     constexpr int BM = C::BM, BN = C::BN, NT = BN / 8, SLABS = D / 64, STAGES = C::STAGES, OWN = C::OWN, TILE = C::TILE, DS = C::DS, PART = C::PART, DQ = C::DQ;
@@ -341,7 +341,7 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
     const uint32_t k = __cvta_generic_to_shared(whole), columns = k + C::TILES, v = k + OWN, q = v + OWN, g = q + STAGES * TILE, dss = g + STAGES * TILE, dqs = dss + 2 * DS;
     const uint32_t bar = columns + STAGES * BN * 8 + 24, own_full = bar, own_free = bar + 8, q_full = bar + 16, g_full = q_full + 8 * STAGES, x_free = g_full + 8 * STAGES, ds_full = x_free + 8 * STAGES,
                    dq_full = ds_full + 16, dq_free = dq_full + 16;
-    const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, heads = f.B * f.Hkv, all = tiles_of(f.S, BM) * heads, q_tiles = padded / BN;
+    const int wg = threadIdx.x / 128, lane = threadIdx.x % 32, tiles = tiles_of(f.S, BM), all = tiles * f.B * f.Hkv, q_tiles = padded / BN;
     if (threadIdx.x == 0) {
         mbar_init(own_full, 1), mbar_init(own_free, 256); // every thread that reads arrives: racecheck follows threads, not warps
         for (int s = 0; s < STAGES; s++) mbar_init(q_full + 8 * s, 1), mbar_init(g_full + 8 * s, 1), mbar_init(x_free + 8 * s, 256);
@@ -360,7 +360,7 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
                 mbar_wait(own_free, (pick & 1) ^ 1);
                 *item = n;
                 if (n >= all) break;
-                const Work w = {n / heads * BM, n % heads / f.Hkv, n % heads % f.Hkv};
+                const Work w = work_of<false>(n, f.B, f.Hkv, section, tiles, BM);
                 const Span t = span_of([&](int r) { return queries_of(f, w.b, r); }, w.i0, BM, f.S, BN);
                 mbar_expect(own_full, 2 * OWN);
                 for (int s = 0; s < SLABS; s++) tma_load(k + s * BM * 128, &map_k, own_full, s * 64, w.i0, w.h, w.b), tma_load(v + s * BM * 128, &map_v, own_full, s * 64, w.i0, w.h, w.b);
@@ -407,7 +407,7 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
             mbar_wait(own_full, pick & 1);
             const int n = *item;
             if (n >= all) break;
-            const Work w = {n / heads * BM, n % heads / f.Hkv, n % heads % f.Hkv};
+            const Work w = work_of<false>(n, f.B, f.Hkv, section, tiles, BM);
             const Span t = span_of([&](int r) { return queries_of(f, w.b, r); }, w.i0, BM, f.S, BN);
             float dk[1][W / 8][4] = {}, dv[1][W / 8][4] = {};
             uint32_t p[NT / 2][4], ds[NT / 2][4];
@@ -654,9 +654,10 @@ template <class T, int D, int W> bool backward_sm90_run(const Flash& f, float* s
     int *turn = (int*)(acc + tiles * (C::PART / 4)), *next = turn + tiles;
     const int blocks = ceil_div(padded * lanes, 256);
     stats_kernel<T, C::BM, C::BN><<<f.B * f.H * blocks, 256, 0, s>>>(f, stats, turn, next, padded, lanes, blocks);
+    const int heads = f.B * f.Hkv, section = f.S > 4096 ? heads : (int)std::min<int64_t>(heads, std::max<int64_t>(1, (64 << 20) / ((int64_t)f.group * padded * D * 8))); // 64 MiB of q, g and dq at a time, where rows are short
     auto* one = backward_one_sm90<T, D, W>;
     allow_smem((const void*)one, C::BYTES);
-    one<<<std::min(sm_count(), f.B * f.Hkv * tiles_of(f.S, C::BM)), 384, C::BYTES, s>>>(k, v, q, g, f, stats, padded, acc, turn, next);
+    one<<<std::min(sm_count(), heads * tiles_of(f.S, C::BM)), 384, C::BYTES, s>>>(k, v, q, g, f, stats, padded, acc, turn, next, section);
     round_dq<T, D, W><<<tiles, 256, 0, s>>>(f, acc, turn, padded / C::BN);
     return true;
 }

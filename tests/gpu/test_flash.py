@@ -343,7 +343,7 @@ def test_decoding(D):
     "A few queries on a long cache: the cache is cut up and the answers joined"
     R = random.Random(D + 1000*SEED); torch.manual_seed(D + 1000*SEED)
     for n in range(12):
-        B, K, G, T, S, dtype = R.randint(1, 4), R.randint(1, 3), R.choice([1, 2, 4, 8, 16]), 1, R.choice([1, 63, 64, 65, 128, 129, R.randint(1, 5000)]), R.choice([BF16, F16])
+        B, K, G, T, S, dtype = R.randint(1, 4), R.randint(1, 3), R.choice([1, 2, 4, 8, 16]), 1, R.choice([1, 63, 64, 65, 128, 129, R.randint(1, 5000), R.randint(5000, 40000)]), R.choice([BF16, F16])
         if R.random() < .4: T = max(1, 16//G//R.choice([1, 2]))
         cache = [torch.randn(B, K, S+30, D, device='cuda').to(dtype)[:, :, :S] for _ in 'kv']
         q = torch.randn(B, T, K*G, D, device='cuda').to(dtype).transpose(1, 2)
