@@ -253,8 +253,8 @@ def test_what_stands_there_stays(tok, model, tmp_path):
     before = f.read_bytes()
     with pytest.raises(UserError, match='exists already.*--overwrite'): export_gguf((model, tok), f)
     (tmp_path/'thesis.txt').write_text('years'); (tmp_path/'d').mkdir()
-    for p,why in (('thesis.txt', 'no GGUF file'), ('d', 'is a directory'), ('no/a.gguf', 'not a directory; create it')):
-        with pytest.raises(UserError, match=why): export_gguf((model, tok), tmp_path/p, overwrite=True)
+    for p,why in (('thesis.txt', 'no GGUF file'), ('d', 'is a directory'), ('new/', 'is a directory'), ('thesis.txt/a.gguf', 'thesis.txt is not a directory')):
+        with pytest.raises(UserError, match=why): export_gguf((model, tok), f'{tmp_path}/{p}', overwrite=True)
     bad = TinyTransformer(model.cfg, seed=0)
     for x,why in ((float('nan'), 'NaN or infinity'), (float('-inf'), 'NaN or infinity'), (7e4, 'more than F16 can')):
         with torch.no_grad(): bad.params()['final_norm' if x != 7e4 else 'blocks.1.w_down'][3] = x

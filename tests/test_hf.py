@@ -409,17 +409,33 @@ def test_only_an_export_is_ever_replaced(d, tok, tmp_path):
 def test_bad_targets(good, tok, tmp_path, monkeypatch):
     (tmp_path/'file').write_text('x')
     for ow in (False, True): assert 'is a file' in refusal(export_hf, make(), tok, tmp_path/'file', ow) and (tmp_path/'file').read_text() == 'x'
-    assert 'not a directory' in refusal(export_hf, make(), tok, tmp_path/'no/where') and 'not a directory' in refusal(export_hf, make(), tok, tmp_path/'file/m')
-    assert refusal(export_hf, make(), tok, tmp_path/('n'*300)) and refusal(check_target, '/')
+    assert 'file is not a directory' in refusal(export_hf, make(), tok, tmp_path/'file/m') and 'file is not a directory' in refusal(export_hf, make(), tok, tmp_path/'file/a/m')
+    for name in ('n'*300, 'no/'+'n'*300, 'n'*300+'/m'): assert 'too long' in refusal(check_target, tmp_path/name)
+    assert refusal(check_target, '/')
     monkeypatch.setattr(os, 'access', lambda p, mode: False)
     assert 'permission denied' in refusal(export_hf, make(), tok, tmp_path/'m')
     assert [p.name for p in tmp_path.iterdir()] == ['file']
+
+@pytest.mark.parametrize('command', ['export', 'import', 'gguf', 'train --init'])
+def test_folders_above_are_made(command, good, d, tmp_path, monkeypatch):
+    "And go again if it fails, early or late; not one that somebody has put something into meanwhile"
+    from xtrain import files
+    (text := tmp_path/'text.txt').write_text('the cat sat on the mat. '*200)
+    def go(source, place):
+        if command != 'train --init': return xtrain(command, source, place)
+        return xtrain('train', '--init', source, '--out', place, '--data', text, '--steps', 1, '--batch-size', 1, '--seq-len', 8, '--device', 'cpu')
+    assert go(good, tmp_path/'a/b/c/to')[0] == 0 and os.listdir(tmp_path/'a/b/c') == ['to']
+    set_tensors(d, lambda t: t['model.norm.weight'].fill_(torch.nan))
+    if command == 'train --init': assert 'no such file' in xtrain('train', '--out', tmp_path/'no/such/to', '--tokenizer', tmp_path/'nowhere')[2] and not (tmp_path/'no').exists()
+    assert go(d, tmp_path/'no/such/to')[0] == 1 and not (tmp_path/'no').exists()
+    def late(*_): (tmp_path/'no/mine').touch(); raise OSError(errno.ENOSPC, '')
+    monkeypatch.setattr(files, '_put', late)
+    assert go(good, tmp_path/'no/such/to')[0] == 1 and os.listdir(tmp_path/'no') == ['mine']
 
 @pytest.mark.parametrize('flags', [[], ['--overwrite']])
 @pytest.mark.parametrize('command', ['export', 'import', 'gguf'])
 def test_what_came_to_the_place_meanwhile_is_kept(good, tmp_path, monkeypatch, command, flags):
     "A long export was begun, and somebody else put something there"
-    if flags and command == 'import': return                                    # A run that may be replaced is locked meanwhile
     from xtrain import gguf, tensors
     to = tmp_path/'to'
     if flags: assert xtrain(command, good, to)[0] == 0
@@ -527,6 +543,7 @@ def test_ends_that_are_no_ids(d, eos):
 @pytest.mark.parametrize('key, value', [
     ('model_type', 'qwen2'), ('model_type', 'llama'), ('model_type', 'qwen3_moe'), ('model_type', 'mistral'), ('model_type', ['qwen3']), ('model_type', {}), ('model_type', 'gone'), ('model_type', None), ('architectures', ['Qwen3ForSequenceClassification']), ('architectures', 'Qwen3ForCausalLM'),
     ('attention_bias', True), ('use_sliding_window', True), ('hidden_act', 'gelu'), ('quantization_config', {'bits': 4}), ('auto_map', {'AutoModel': 'x.py'}), ('partial_rotary_factor', .5),
+    ('is_causal', False), ('is_encoder_decoder', True), ('per_layer_config', {'0': {'rms_norm_eps': .5}}), ('kv_sharing_modes', ['own', 'reuse']), ('transformers_weights', 'other.safetensors'),
     ('quantization', {'group_size': 64, 'bits': 4}), ('rope_parameters', {'rope_theta': 5e5, 'partial_rotary_factor': .5}), ('rope_scaling', {'type': 'default', 'mrope_section': [3, 3, 3]}),
     ('rope_scaling', {'rope_type': 'yarn', 'factor': 4.}), ('rope_scaling', {'type': 'linear', 'factor': 2.}), ('rope_scaling', 'x'), ('rope_parameters', {'full_attention': {'rope_theta': 5e5}}), ('rope_parameters', {'rope_theta': 1e4}), ('rope_theta', 1e4),
     ('layer_types', ['full_attention', 'sliding_attention']), ('layer_types', 'x'), ('layer_types', ['full_attention']), ('tie_word_embeddings', 0), ('tie_word_embeddings', True), ('tie_word_embeddings', 'yes'), ('num_hidden_layers', 3), ('num_hidden_layers', 1),
@@ -585,7 +602,7 @@ def relative(tmp_path):
 @pytest.mark.parametrize('name, change, words', [
     ('llama', dict(attention_bias=True), ['attention_bias is True', 'llama']), ('llama', dict(mlp_bias=True), ['mlp_bias']), ('llama', dict(model_type='qwen2', architectures=['Qwen2ForCausalLM'], attention_bias='gone'), ['q_proj.bias', 'Qwen2']), ('llama', dict(model_type='qwen2', architectures='gone'), ['attention_bias is False', 'qwen2']),
     ('llama', dict(model_type='qwen3', architectures='gone'), ['q_norm', 'Qwen3']), ('llama', dict(rope_scaling=dict(rope_type='llama3', factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8192)), ['rope_scaling', 'llama3']),
-    ('llama', dict(architectures=['MistralForCausalLM']), ['MistralForCausalLM']), ('llama', dict(head_dim='gone'), ['head_dim=7 is odd']), ('llama', dict(head_dim='gone', num_attention_heads=3, num_key_value_heads=1), ['head_dim is missing', 'hidden_size / num_attention_heads']), ('llama', dict(num_attention_heads='gone'), ['num_attention_heads']), ('llama', dict(rope_interleaved=True), ['rope_interleaved']),
+    ('llama', dict(architectures=['MistralForCausalLM']), ['MistralForCausalLM']), ('llama', dict(head_dim='gone'), ['head_dim=7 is odd']), ('llama', dict(head_dim='gone', num_attention_heads=3, num_key_value_heads=1), ['head_dim is missing', 'hidden_size / num_attention_heads']), ('llama', dict(num_attention_heads='gone'), ['num_attention_heads']), ('llama', dict(rope_interleaved=True), ['rope_interleaved']), ('llama', dict(sliding_window=8), ['sliding_window is 8', 'llama']), ('llama', dict(attention_chunk_size=8), ['attention_chunk_size']),
     ('qwen2', dict(attention_bias=False), ['attention_bias is False', 'qwen2']), ('qwen2', dict(use_sliding_window=True), ['use_sliding_window']), ('qwen2', dict(model_type='llama', architectures='gone', dim=42), ['_proj.bias', 'Llama']), ('qwen2', dict(model_type='qwen3', architectures='gone'), ['_proj.bias', 'Qwen3']),
     ('qwen2', dict(num_key_value_heads='gone'), ['num_key_value_heads']), ('qwen2', dict(rope_theta='gone', rope_parameters='gone'), ['rope_theta']), ('qwen2', dict(head_dim='gone'), ['head_dim'])])
 def test_relatives_that_do_not_fit_are_refused_by_name(relative, name, change, words):
@@ -1138,7 +1155,7 @@ SLOW = 'import time, xtrain.tensors as t, xtrain.gguf as g\ndef slow(f):\n    de
 @pytest.mark.parametrize('command, number, rc, word', [('import', signal.SIGHUP, 129, 'terminated'), ('gguf', signal.SIGTERM, 143, 'terminated')])
 def test_told_to_stop(good, tmp_path, command, number, rc, word):
     "What was half written is gone, hidden files too"
-    p = subprocess.Popen([sys.executable, '-c', SLOW, command, str(good), str(tmp_path/'out')], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    p = subprocess.Popen([sys.executable, '-c', SLOW, command, str(good), str(tmp_path/'not/yet/there')], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
     assert p.stdout.readline() == 'writing\n' and list(tmp_path.iterdir())
     p.send_signal(number)
     _, err = p.communicate(timeout=60)

@@ -173,6 +173,23 @@ def test_the_best_is_kept(cfg, tmp_path, monkeypatch, capfd):
     r = train(again(c, out=str(tmp_path/'gone'), steps=14), show='nothing')
     assert list(checkpoints(r.out)) == [14] and r.best_step == 14
 
+@pytest.mark.parametrize('change', [dict(eval_tokens=50), dict(seq_len=8), dict(batch_size=1, grad_accum=2), dict(lr=.1)])
+def test_the_best_is_measured_again_on_other_held_out_tokens(cfg, tmp_path, monkeypatch, capfd, change):
+    "Losses of other tokens cannot be compared: with easier ones any later step would be the best, with harder ones none"
+    monkeypatch.setattr(T, 'evaluate', lambda model, batches: looked.append(model.embed.sum().item()) or next(held))
+    c = replace(cfg, keep_best=True, eval_every=12, eval_tokens=104) # A batch of one row or of two ends at 104
+    held, looked, other = iter([3.]), [], 'eval_tokens' in change or 'seq_len' in change
+    quiet(c)
+    for n,(again_12, at_13) in enumerate(((8., 7.), (6., 7.))):
+        at(c.out, tmp_path/f'{n}', 12)
+        held, looked = iter([again_12, at_13] if other else [at_13]), looked[:1]
+        r = train(again(c, out=str(tmp_path/f'{n}'), steps=13, **change), show='lines')
+        assert ('other held-out tokens' in capfd.readouterr().err) == other and looked[:1] == looked[1:2] if other else len(looked) == 2
+        assert (r.best_step, r.best_val_loss) == ((13, 7.) if n == 0 and other else (12, 6.) if other else (12, 3.))
+    held = iter([0.])
+    quiet(again(replace(c, keep_best=False), out=str(at(c.out, tmp_path/'plain', 12)), steps=13, **change))
+    assert losses(tmp_path/'plain')[13]['loss'] == losses(r.out)[13]['loss'] # It went on with the weights of step 12
+
 def test_keeping_the_best_changes_no_bit_and_survives_resume(cfg, tmp_path):
     a = quiet(replace(cfg, lr=.3, min_lr=.3, eval_every=3)) # So high a rate that the end is not the best
     b = quiet(replace(cfg, lr=.3, min_lr=.3, eval_every=3, keep_best=True, out=str(tmp_path/'b')))

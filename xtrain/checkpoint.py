@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rng_state', 'set_rng_state', 'save_checkpoint', 'checkpoints', 'check_checkpoint', 'latest_checkpoint',
-           'load_checkpoint', 'load_run', 'read_config', 'new_run']
+           'load_checkpoint', 'load_run', 'read_config', 'run_model', 'new_run']
 
 # %% ../nbs/22_checkpoint.ipynb #b6e317a1
 import hashlib, json, re, sys
@@ -54,7 +54,7 @@ def _not_finite(tensors):
     ok = torch.stack([t.isfinite().all() for t in tensors.values()] or [torch.tensor(True)]).tolist()
     return next((n for n,o in zip(tensors, ok) if not o), None)
 
-# %% ../nbs/22_checkpoint.ipynb #eb655b65
+# %% ../nbs/22_checkpoint.ipynb #67003c03
 def save_checkpoint(
     run_dir, # The run's directory; `checkpoints/` is made in it
     step:int, # Optimizer steps done
@@ -85,7 +85,7 @@ def _write_state(new, step, cfg, rng, state):
     s = dict(format=1, step=step, model=cfg.to_dict(), files=files, rng=rng, state=state)
     (new/'state.json').write_text(json.dumps(s | dict(sha256=_seal(s)), indent=1)+'\n')
 
-# %% ../nbs/22_checkpoint.ipynb #0e30bb17
+# %% ../nbs/22_checkpoint.ipynb #011ce834
 def checkpoints(
     run_dir, # A run's directory
 )->dict[int,Path]: # Step to directory, newest first; not checked
@@ -183,7 +183,7 @@ def load_checkpoint(
         set_rng_state(s['rng'], model.embed.device)
     return s
 
-# %% ../nbs/22_checkpoint.ipynb #8c7a5602
+# %% ../nbs/22_checkpoint.ipynb #f60689f0
 def load_run(
     run_dir, # A run's directory
     step:int|None=None, # Which checkpoint; None takes the newest valid one
@@ -199,11 +199,11 @@ def load_run(
     if step is None: path = latest_checkpoint(run_dir)
     elif (path := checkpoints(run_dir).get(step)) is None: raise UserError(f'{run_dir} has no checkpoint of step {step}; there are {list(checkpoints(run_dir))}')
     if path is None: raise UserError(f'{run_dir} holds no checkpoint yet; train it first')
-    model = TinyTransformer(ModelConfig.from_dict(config['model']), attention=attention, dtype=dtype, std=None).to(device)
+    model = TinyTransformer(run_model(run_dir, config), attention=attention, dtype=dtype, std=None).to(device)
     load_checkpoint(path, model)
     return model, run_tokenizer(run_dir, model.cfg), config
 
-# %% ../nbs/22_checkpoint.ipynb #cda56809
+# %% ../nbs/22_checkpoint.ipynb #7560c149
 def read_config(
     run_dir, # A run's directory
 )->dict: # `{"model": …, "train": …, "data": …}`
@@ -218,17 +218,26 @@ def read_config(
         if not isinstance(v := config.get(k, kind()), kind) or kind is list and not all(isinstance(h, dict) for h in v): raise UserError(f'{f}: "{k}" must be {name}' + (' of objects' if kind is list else ''))
     return config
 
-# %% ../nbs/22_checkpoint.ipynb #d905f983
+def run_model(
+    run_dir, # A run's directory
+    config:dict, # Its `config.json`
+)->ModelConfig:
+    "The architecture of a run"
+    try: return ModelConfig.from_dict(config['model'])
+    except UserError as e: raise UserError(f'{Path(run_dir)/"config.json"}: {e}') from None
+
+# %% ../nbs/22_checkpoint.ipynb #0911358e
 def new_run(
     run_dir, # Where the run shall be
     cfg:ModelConfig, # The architecture
     get:Callable[[str],Tensor], # Gives a parameter by its name in `cfg.shapes()`, in any float dtype
     tokenizer, # Its tokenizer
     overwrite:bool=False, # Replace what is there?
+    foreign=lambda to: None, # Why what is there may not be replaced, as in `new_dir`
     **config, # Further parts of `config.json`: `train`, `data`, `history`
 )->Path: # The run's directory
     "A run directory with one checkpoint, of step 0 and without moments; whole or not at all"
-    with new_dir(run_dir, overwrite) as new:
+    with new_dir(run_dir, overwrite, foreign) as new:
         (new/'config.json').write_text(json.dumps(dict(model=cfg.to_dict(), train={}, data={}) | config, indent=1)+'\n')
         (new/'tokenizer.json').write_text(tokenizer.json, encoding='utf-8')
         if tokenizer.chat_template: (new/'chat_template.jinja').write_text(tokenizer.chat_template, encoding='utf-8')

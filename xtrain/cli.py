@@ -31,6 +31,7 @@ def explain(
     if isinstance(e, MemoryError) or "can't allocate memory" in str(e): return 'not enough memory; use a smaller --batch-size (and more --grad-accum), --seq-len or model', 1
     if name == 'OutOfMemoryError': return 'not enough GPU memory; use a smaller --batch-size (and more --grad-accum), a shorter --seq-len, or --device cpu', 1
     if isinstance(e, ModuleNotFoundError) and e.name and not e.name.startswith('xtrain'): return f'{e.name} is not installed; pip install {e.name}', 1
+    if isinstance(e, OSError) and e.errno == errno.EBADF and not e.filename: return 'stdout is closed, there is nowhere to print to', 1
     if isinstance(e, OSError) and e.strerror:
         from xtrain.files import ADVICE
         return f'{e.filename or "output"}: {e.strerror.lower()}{ADVICE.get(e.errno, "")}', 1
@@ -61,12 +62,18 @@ def _told():
     finally:
         for s,h in was.items(): signal.signal(s, h)
 
+def _open_closed():
+    "A stream that was closed before we began (`>&-`) leads nowhere, so that no file takes its number; to read from it or to print is an error, stderr is just silent"
+    for name,way,wrong in (('stdin', 'r', os.O_WRONLY), ('stdout', 'w', os.O_RDONLY), ('stderr', 'w', os.O_WRONLY)):
+        if getattr(sys, name) is None: setattr(sys, name, open(os.open(os.devnull, wrong), way))
+
 class App(click.Group):
     "A group of commands that ends every mistake with one line on stderr"
     debug = False
 
     def main(self, args=None, prog_name='xtrain', standalone_mode=True, **kw):
         if not standalone_mode: return super().main(args, 'xtrain', standalone_mode=False, **kw)
+        _open_closed()
         for s in (sys.stdout, sys.stderr):
             if hasattr(s, 'reconfigure'): s.reconfigure(errors='backslashreplace') # LANG=C cannot show every character
         self.debug = bool(os.environ.get('XTRAIN_DEBUG'))
@@ -184,14 +191,15 @@ def _train_from(init, out, train):
     import shutil
     from pathlib import Path
     from xtrain.checkpoint import read_config
+    from xtrain.files import folders_above
     from xtrain.hf import import_to_run
     if Path(out).is_dir() and any(Path(out).iterdir()): raise UserError(f'--out {out} is not empty; go on with a run by `xtrain train --resume --out {out}`, or choose a new directory')
-    Path(out).absolute().parent.mkdir(parents=True, exist_ok=True)
-    import_to_run(init, out)
-    try: return train()
-    except BaseException:
-        if not read_config(out)['train']: shutil.rmtree(out)
-        raise
+    with folders_above(out):
+        import_to_run(init, out)
+        try: return train()
+        except BaseException:
+            if not read_config(out)['train']: shutil.rmtree(out)
+            raise
 
 # %% ../nbs/41_cli.ipynb #1b06486b
 @main.command('train', cls=_Sections)
@@ -278,7 +286,8 @@ def _train(ctx, preset, init, resume, as_json, **given):
 # %% ../nbs/41_cli.ipynb #52c4e37a
 def _prompt(text):
     "The prompt, or stdin for `-` (without its last line break), as UTF-8 whatever the locale"
-    where, b = ('on stdin ', sys.stdin.buffer.read()) if text == '-' else ('', text.encode('utf-8', 'surrogateescape'))
+    try: where, b = ('on stdin ', sys.stdin.buffer.read()) if text == '-' else ('', text.encode('utf-8', 'surrogateescape'))
+    except OSError as e: raise UserError(f'the prompt on stdin cannot be read: {e.strerror.lower()}') from None
     try: s = b.decode('utf-8-sig')
     except UnicodeDecodeError as e: raise UserError(f'the prompt {where}is not UTF-8 (byte {e.start}); convert it with iconv') from None
     return s.removesuffix('\n').removesuffix('\r') if where else s
@@ -294,8 +303,10 @@ JSON = click.option('--json', 'as_json', is_flag=True, help='Print the result as
 # %% ../nbs/41_cli.ipynb #76c23d75
 @main.command('generate')
 @click.argument('model', metavar='RUN|DIR')
-@click.option('--prompt', 'prompts', required=True, multiple=True, help='Text to continue; - reads it from stdin. Given several times, they are written together.')
-@click.option('--max-tokens', type=COUNT, help='New tokens at most.  [default: 100, less if the context is full before]')
+@click.option('--prompt', 'prompts', multiple=True, help='Text to continue; - reads it from stdin. Given several times, they are written together.')
+@click.option('--prompts', 'file', metavar='FILE', help='File of texts to continue: one a line, or .jsonl.')
+@click.option('--batch-size', type=POSITIVE, default=32, show_default=True, help='Texts that are written at once.')
+@click.option('--max-tokens', type=COUNT, help='New tokens at most.  [default: 100, less where the context is full before]')
 @click.option('--stop', multiple=True, metavar='TEXT', help='End where this text would come; may be given several times.')
 @click.option('--chat', is_flag=True, help="The prompt is what a user says: put it into the model's chat template and print the answer.")
 @click.option('--system', metavar='TEXT', help='With --chat: what the system says first.')
@@ -303,10 +314,10 @@ JSON = click.option('--json', 'as_json', is_flag=True, help='Print the result as
 @click.option('--top-k', type=COUNT, default=0, show_default=True, help='Sample among the K likeliest tokens only; 0 is off.')
 @click.option('--top-p', type=Num(0, 1), default=1., show_default=True, help='Sample among the likeliest tokens that together have this probability; 1 is off.')
 @click.option('--seed', type=Whole(0, 2**63-1), default=0, show_default=True, help='Of the sampling; the same seed gives the same text.')
-@click.option('--dtype', type=click.Choice(['float32', 'bfloat16']), default='float32', show_default=True, help='What to compute in; bfloat16 is twice as fast and rounds.')
+@click.option('--dtype', type=click.Choice(['float32', 'bfloat16']), default='float32', show_default=True, help='What to compute in; bfloat16 takes half the memory, is faster on a GPU, and rounds.')
 @DEVICE
 @JSON
-def _generate(model, prompts, max_tokens, stop, chat, system, temperature, top_k, top_p, seed, dtype, device, as_json):
+def _generate(model, prompts, file, batch_size, max_tokens, stop, chat, system, temperature, top_k, top_p, seed, dtype, device, as_json):
     """Continue a prompt, or several.
 
     \b
@@ -316,28 +327,46 @@ def _generate(model, prompts, max_tokens, stop, chat, system, temperature, top_k
       xtrain generate runs/first --prompt "The fox" --prompt "The owl" --stop "."
       xtrain generate Qwen3-0.6B --chat --prompt "Why is the sky blue?" --dtype bfloat16
       echo "The little dog" | xtrain generate runs/first --prompt - --json
+      xtrain generate runs/first --prompts openings.txt --json
+
+    Of a FILE each text is printed as soon as its batch is complete, with --json as one line.
     """
+    if not prompts and file is None: raise click.UsageError("Missing option '--prompt' or '--prompts'")
+    if bad := [n for n,v in (('--stop', '' in stop), ('--prompts', file == '')) if v]: raise click.UsageError(f'{bad[0]} is empty: a variable of the shell may be unset')
     if system is not None and not chat: raise click.UsageError('--system needs --chat')
     if prompts.count('-') > 1: raise click.UsageError('--prompt - reads stdin, which can be read once')
     texts = [_prompt(p) for p in prompts]
+    if file is not None:
+        from xtrain.verify import read_prompts
+        texts += read_prompts(file)
     import torch
+    from itertools import groupby
     from xtrain import generate as g
     from xtrain.hf import load_any
     said = [dict(role='system', content=system)] if system is not None else []
-    if chat: asked = [g.chat(model, [*said, dict(role='user', content=t)]) for t in texts]
+    if chat: asked = g.chats(model, [[*said, dict(role='user', content=t)] for t in texts])
     m, tok = load_any(model, device=_device(device), dtype=getattr(torch, dtype))
     ids = [tok.encode(t, special=chat) for t in (asked if chat else texts)]
-    if max_tokens is None: max_tokens = max(1, min(100, m.cfg.max_seq_len - max(1, *map(len, ids))))
-    ids = [g.check_prompt(m.cfg, i, max_tokens, tok.stop_ids) for i in ids]
+    most = [max(1, min(100, m.cfg.max_seq_len - max(1, len(i)))) if max_tokens is None else max_tokens for i in ids]
+    for k,i in enumerate(ids):
+        try: ids[k] = g.check_prompt(m.cfg, i, most[k], tok.stop_ids)
+        except UserError as e: raise UserError(f'prompt {k+1} of {len(ids)}: {e}' if len(ids) > 1 else str(e)) from None
     live = not as_json and len(texts) == 1
     def put(s):
         if s: sys.stdout.write(s); sys.stdout.flush()
     if live and not chat: put(texts[0])
-    out = g.write(m, tok, ids, max_tokens, stop, (lambda i, s: put(s)) if live else None, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if as_json:
-        rows = [dict(prompt=t, prompt_ids=i, ids=o.ids, text=o.text, stop=o.why) for t,i,o in zip(texts, ids, out)]
-        return _print_json(rows if len(rows) > 1 else rows[0])
-    put('\n' if live else '\n'.join(('' if chat else t) + o.text + '\n' for t,o in zip(texts, out)))
+    rows = []
+    for (_,n),at in groupby(range(len(ids)), lambda k: (k//batch_size, most[k])):
+        at = [*at]
+        try: out = g.write(m, tok, [ids[k] for k in at], n, stop, (lambda i, s: put(s)) if live else None, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        except KeyboardInterrupt:
+            if live: put('\n')
+            raise
+        for k,o in zip(at, out):
+            rows.append(dict(prompt=texts[k], prompt_ids=ids[k], ids=o.ids, text=o.text, stop=o.why))
+            if not as_json: put('\n' if live else '\n'*(k > 0) + ('' if chat else texts[k]) + o.text + '\n')
+            elif file is not None: put(json.dumps(rows.pop()) + '\n')
+    if as_json and file is None: _print_json(rows if len(rows) > 1 else rows[0])
 
 # %% ../nbs/41_cli.ipynb #31a4818e
 @main.command('logits')

@@ -7,7 +7,7 @@ __all__ = ['TENSOR_MAP', 'DTYPES', 'KINDS', 'VERIFY_MARKS', 'tensor_map', 'hf_sh
            'stop_ids', 'check_vocab', 'check_target', 'model_card', 'run_facts', 'export_weights', 'unwrap', 'whole',
            'export_hf']
 
-# %% ../nbs/31_export.ipynb #f1576d8e
+# %% ../nbs/31_export.ipynb #b2041a31
 import json, math, os, re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -135,16 +135,17 @@ def check_vocab(cfg:ModelConfig, tokenizer, stop:list[int])->list[str]: # Notes
 # %% ../nbs/31_export.ipynb #b47d5f11
 _OURS = re.compile(r'(config|generation_config|tokenizer|tokenizer_config)\.json|README\.md|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json')
 
-# %% ../nbs/31_export.ipynb #093863d3
+# %% ../nbs/31_export.ipynb #28e65eb1
+def _foreign(to):
+    other = sorted(p.name for p in to.iterdir() if not _OURS.fullmatch(p.name) or not p.is_file())
+    if other: return f'holds {other[0]!r}, which is not part of an export'
+
 def check_target(
     dir, # Where an export shall go
     overwrite:bool=False, # May it replace an earlier export?
 )->Path: # The same, links followed
     "Refuse a target before any work is done; only a directory that holds nothing but an export is ever replaced"
-    def foreign(to):
-        other = sorted(p.name for p in to.iterdir() if not _OURS.fullmatch(p.name) or not p.is_file())
-        if other: return f'holds {other[0]!r}, which is not part of an export'
-    return check_place(dir, overwrite, foreign=foreign)
+    return check_place(dir, overwrite, foreign=_foreign)
 
 # %% ../nbs/31_export.ipynb #94395ba5
 VERIFY_MARKS = '<!-- xtrain verify -->', '<!-- /xtrain verify -->' # `xtrain verify` replaces what is between
@@ -192,7 +193,7 @@ print(tok.decode(model.generate(**tok("Once", return_tensors="pt"), max_new_toke
 ```
 '''
 
-# %% ../nbs/31_export.ipynb #1813bab4
+# %% ../nbs/31_export.ipynb #a505e32b
 def run_facts(
     run, # A run's directory
     step:int, # Of the checkpoint that is exported
@@ -232,7 +233,7 @@ def _side_files(cfg, tokenizer, stop, dtype, shards, facts)->dict[str,bytes]:
         files['model.safetensors.index.json'] = _js(dict(metadata=dict(total_size=total), weight_map=dict(sorted(where.items()))))
     return files
 
-# %% ../nbs/31_export.ipynb #2d872d7f
+# %% ../nbs/31_export.ipynb #9c377d54
 def export_weights(
     cfg:ModelConfig, # The architecture
     get:Callable[[str],Tensor], # Gives a parameter by xtrain's name, `[in, out]`, in any float dtype
@@ -244,7 +245,6 @@ def export_weights(
     facts:Iterable[tuple[str,str]]=(), # For the card
 )->dict: # dir, tensors, params, files (name and bytes), notes
     "Write a directory in Qwen3's, Qwen2's or Llama's format: beside its place, then renamed, so it is whole or not there"
-    path = check_target(dir, overwrite)
     if dtype not in DTYPES.values(): raise UserError(f'dtype is {dtype}; an export is bfloat16, float16 or float32')
     stop, shapes = stop_ids(tokenizer), hf_shapes(cfg)
     shards = plan_shards(shapes, dtype, max_shard_size)
@@ -254,12 +254,11 @@ def export_weights(
     def fetch(name):
         o, turned = source[name]
         return get(o).t() if turned else get(o)
-    with new_dir(path, overwrite) as tmp:
+    with new_dir(dir, overwrite, _foreign) as tmp:
         for name,data in files.items(): (tmp/name).write_bytes(data)
         for name,names in shards.items(): write_safetensors(tmp/name, {n: (dtype, shapes[n]) for n in names}, fetch)
         sizes = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
-        check_target(dir, overwrite) # Something may have come there in the meantime
-    return dict(dir=str(path), tensors=len(shapes), params=cfg.num_params(), files=sizes, notes=notes)
+    return dict(dir=os.path.realpath(dir), tensors=len(shapes), params=cfg.num_params(), files=sizes, notes=notes)
 
 # %% ../nbs/31_export.ipynb #48b36945
 def unwrap(model):

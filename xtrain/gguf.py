@@ -181,7 +181,7 @@ def _add_tokenizer(w, tok, rows, pre, ends):
 def _foreign(to):
     if not to.is_file() or to.open('rb').read(4) not in (b'GGUF', b''): return 'is no GGUF file'
 
-# %% ../nbs/32_gguf.ipynb #2add4f91
+# %% ../nbs/32_gguf.ipynb #11376df4
 def export_gguf(
     source, # A RUN, a DIR in Hugging Face's format, or a pair (model, tokenizer)
     path, # The file to write
@@ -209,7 +209,7 @@ def export_gguf(
     shapes = {n: s if n == 'embed' or len(s) == 1 else s[::-1] for n,s in cfg.shapes().items()}
     kinds = {n: kind_of(s, dtype) for n,s in shapes.items()}
     if dtype == 'Q8_0' and (left := [n for n,s in shapes.items() if len(s) == 2 and kinds[n] == 'F32']): notes.append(f'{len(left)} matrices have rows that are no multiple of 32 and stay F32, such as {left[0]}')
-    with new_file(path) as tmp:
+    with new_file(path, overwrite, _foreign) as tmp:
         out = gguf.GGUFWriter(tmp, arch)
         out.add_type('model'); out.add_file_type(FILE_TYPES[dtype])
         if dtype == 'Q8_0': out.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -229,5 +229,4 @@ def export_gguf(
                 _write_tensor(f, out, n, t, kinds[n])
                 del t
         finally: out.close()
-        check_place(path, overwrite, folder=False, foreign=_foreign) # Something may have come there in the meantime
     return dict(path=str(path), arch=arch, dtype=dtype, pre=pre, tensors=len(shapes), params=cfg.num_params(), bytes=os.path.getsize(path), notes=notes)

@@ -108,16 +108,17 @@ def find_weights(
         found |= {n: (file, *e) for n,e in head.items()}
     return found
 
-# %% ../nbs/31_import.ipynb #1a0a85ef
+# %% ../nbs/31_import.ipynb #53fd48c1
 _KEYS = dict(vocab_size='vocab_size', dim='hidden_size', n_layers='num_hidden_layers', n_heads='num_attention_heads', n_kv_heads='num_key_value_heads',
     head_dim='head_dim', ffn_dim='intermediate_size', max_seq_len='max_position_embeddings')
 
-_ONLY = dict(hidden_act=('silu', None), use_sliding_window=(False, None), partial_rotary_factor=(1, None), rope_interleaved=(False, None), quantization_config=(None,), quantization=(None,), auto_map=(None,))
+_ONLY = dict(hidden_act=('silu', None), use_sliding_window=(False, None), partial_rotary_factor=(1, None), rope_interleaved=(False, None), quantization_config=(None,), quantization=(None,), auto_map=(None,),
+    is_causal=(True, None), is_encoder_decoder=(False, None), per_layer_config=(None,), kv_sharing_modes=(None,), transformers_weights=(None,)) # transformers 5 obeys these for any model_type
 
 _FAMILIES = { # model_type: architecture, (qk_norm, qkv_bias), keys of which only these values can be represented
     'qwen3': ('Qwen3ForCausalLM', (True, False), dict(attention_bias=(False, None))),
     'qwen2': ('Qwen2ForCausalLM', (False, True), dict(attention_bias=(True, None))),
-    'llama': ('LlamaForCausalLM', (False, False), dict(attention_bias=(False, None), mlp_bias=(False, None))),
+    'llama': ('LlamaForCausalLM', (False, False), dict(attention_bias=(False, None), mlp_bias=(False, None), sliding_window=(None,), attention_chunk_size=(None,))),
 }
 
 def _number(c, key, where, what='', lo=1e-38, hi=3e38):
@@ -251,7 +252,7 @@ def _same(found, where):
     if not all(torch.equal(a.read('lm_head.weight', i, i+step), b.read('model.embed_tokens.weight', i, i+step)) for i in range(0, shape[0], step)):
         raise UserError(f'{where}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight')
 
-# %% ../nbs/31_import.ipynb #88367449
+# %% ../nbs/31_import.ipynb #76f8285f
 def run_of(
     path, # A run, a checkpoint in it, or any other directory
 )->tuple[Path,Path|None]: # The run or directory, and the checkpoint, if it was one
@@ -261,7 +262,7 @@ def run_of(
     step = next((p for p in found if os.path.lexists(p.parent.parent/'config.json')), found[-1] if found else None)
     return (step.parent.parent, step) if step else (Path(path), None)
 
-# %% ../nbs/31_import.ipynb #46ca6522
+# %% ../nbs/31_import.ipynb #1e60e4d8
 def open_weights(
     path, # A run of `xtrain train`, one of its checkpoints, or a directory in Qwen3's, Qwen2's or Llama's format
     tokenizer:bool=True, # Read the tokenizer too? It must be there then
@@ -272,13 +273,13 @@ def open_weights(
         why = 'is not a directory' if path.exists() else 'does not exist' + (f'; to fetch it from Hugging Face: hf download {path} --local-dir {path.name}' if re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) and not path.parent.exists() else '')
         raise UserError(f'{path} {why}' + ('; only safetensors is read, a pickle can run any code' if path.suffix in PICKLES else ''))
     run, step = run_of(path)
-    if step: return _open_run(run, tokenizer, step)
-    if os.path.lexists(path/'state.json'): raise UserError(f'{path} is a checkpoint without its run; put it back to where it was, RUN/checkpoints/step-…')
-    if not os.path.lexists(path/'config.json'): raise UserError(f'{path} is neither a run nor a model directory: it has no config.json{_instead(path)}')
-    c = read_json(path/'config.json')
-    return _open_run(path, tokenizer) if 'model' in c else _open_dir(path, c, tokenizer)
+    c = read_json(run/'config.json') if os.path.lexists(run/'config.json') else None
+    if step and 'model' not in (c or ()): raise UserError(f'{step} is a checkpoint, but {run} is no run: it has no config.json of one')
+    if not step and os.path.lexists(path/'state.json'): raise UserError(f'{path} is a checkpoint without its run; put it back to where it was, RUN/checkpoints/step-…')
+    if c is None: raise UserError(f'{path} is neither a run nor a model directory: it has no config.json{_instead(path)}')
+    return _open_run(run, c, tokenizer, step) if 'model' in c else _open_dir(path, c, tokenizer)
 
-# %% ../nbs/31_import.ipynb #b49a6369
+# %% ../nbs/31_import.ipynb #052f17d3
 def _drop_frequencies(cfg, found, where):
     "Old Llama files hold RoPE's frequencies too; nobody reads them, but they must be those of the config"
     for name in [n for n in found if n.endswith('.rotary_emb.inv_freq')]:
@@ -301,13 +302,10 @@ def run_tokenizer(run:Path, cfg:ModelConfig):
     if os.path.lexists(f := run/'serving.json'): tok.serving = _serving(read_json(f), cfg, tok, f)
     return tok
 
-def _open_run(run, tokenizer, step=None):
-    from xtrain.checkpoint import check_checkpoint, latest_checkpoint
-    if step and (not os.path.lexists(run/'config.json') or 'model' not in read_json(run/'config.json')): raise UserError(f'{step} is a checkpoint, but {run} is no run: it has no config.json of one')
+def _open_run(run, c, tokenizer, step):
+    from xtrain.checkpoint import check_checkpoint, latest_checkpoint, run_model
     if step and (why := check_checkpoint(step)): raise UserError(f'{step}: {why}')
-    c, step = read_json(run/'config.json'), step or latest_checkpoint(run)
-    try: cfg = ModelConfig.from_dict(c['model'])
-    except UserError as e: raise UserError(f'{run/"config.json"}: {e}') from None
+    step, cfg = step or latest_checkpoint(run), run_model(run, c)
     if step is None: raise UserError(f'{run} holds no checkpoint yet; train it first')
     file = step/'model.safetensors'
     have, want = TensorFile(file).tensors, {n: ('F32', s) for n,s in cfg.shapes().items()}
@@ -412,7 +410,7 @@ def export_any(
     if lost: r['notes'].append(f'the weights were {lost[0]}, and rounding them to {dtype_name(dtype)} may change bits; export them in a dtype that holds {lost[0]} to keep them')
     return r
 
-# %% ../nbs/31_import.ipynb #5f75368c
+# %% ../nbs/31_import.ipynb #3ebd4bbc
 _RUN = {'config.json', 'tokenizer.json', 'serving.json', 'chat_template.jinja', 'checkpoints', 'data', 'metrics.jsonl', 'loss.png', 'verify.png'} # What a run holds
 
 def import_to_run(
@@ -433,5 +431,5 @@ def import_to_run(
     try: hf_config(w.cfg); tokenizer_files(w.tokenizer, w.cfg)
     except UserError as e: warnings.warn(f'this model can be trained, but not exported again: {e}')
     with locked(to) if to.exists() else nullcontext():
-        new_run(run, w.cfg, w.get, w.tokenizer, overwrite, data=dict(eos_id=_one_or_list(w.tokenizer.stop_ids)), history=[dict(step=0, imported=name)])
+        new_run(run, w.cfg, w.get, w.tokenizer, overwrite, foreign, data=dict(eos_id=_one_or_list(w.tokenizer.stop_ids)), history=[dict(step=0, imported=name)])
     return w.cfg

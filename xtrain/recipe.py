@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from .config import ModelConfig, UserError
 
-# %% ../nbs/23_recipe.ipynb #5eeb7ee8
+# %% ../nbs/23_recipe.ipynb #51fb481f
 @dataclass(frozen=True)
 class TrainConfig:
     "Everything `xtrain train` can be told; a bad value is a `UserError` that names its flag"
@@ -82,7 +82,7 @@ class TrainConfig:
         own = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
         return ModelConfig(**{n: getattr(self, n) for n in own} | dict(vocab_size=vocab_size, max_seq_len=self.seq_len))
 
-# %% ../nbs/23_recipe.ipynb #2327b91b
+# %% ../nbs/23_recipe.ipynb #8cc78fbf
 _CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa', 'flash'))
 _FROM_0 = {'warmup', 'eval_every', 'sample_every', 'save_every', 'keep', 'seed', 'min_lr', 'weight_decay', 'clip'}
 _NAMES = {'out', 'data', 'val_data', 'text_key', 'tokenizer'}
@@ -131,7 +131,7 @@ PRESETS = { # Name: a line about it, and its fields
         dict(dim=256, n_layers=4, n_heads=8, n_kv_heads=2, head_dim=32, ffn_dim=1024, eps=1e-5, steps=600, seq_len=256, batch_size=16, lr=3e-3)),
 }
 
-# %% ../nbs/23_recipe.ipynb #4ae666b7
+# %% ../nbs/23_recipe.ipynb #1e429551
 _ARCH = ('dim', 'n_layers', 'n_heads', 'n_kv_heads', 'head_dim', 'ffn_dim', 'rope_theta', 'eps', 'tied', 'vocab_size')
 _DATA = ('separator', 'text_key')
 _PLACE = ('out', 'resume')
@@ -151,7 +151,7 @@ def changes(
         out.append((f.name, a, b, 'the order of the data changes from here on' if order else ''))
     return out
 
-# %% ../nbs/23_recipe.ipynb #e672e0c7
+# %% ../nbs/23_recipe.ipynb #3575b382
 def make_config(
     preset:str|None=None, # A name in `PRESETS`
     resume=None, # A run directory to go on with
@@ -174,10 +174,9 @@ def saved_config(
     run_dir, # A run directory
 )->TrainConfig:
     "The recipe a run was last trained with"
-    from xtrain.checkpoint import read_config
+    from xtrain.checkpoint import read_config, run_model
     c, names = read_config(run_dir), {f.name for f in fields(TrainConfig)}
-    try: ModelConfig.from_dict(c['model'])
-    except UserError as e: raise UserError(f'{Path(run_dir)/"config.json"}: {e}') from None
+    run_model(run_dir, c) # Refuses what is no architecture
     arch = {k: v for k,v in c['model'].items() if k in names}
     saved = {k: v for k,v in c.get('train', {}).items() if k in names}
     if not saved: saved = dict(tokenizer=str(Path(run_dir)/'tokenizer.json'), seq_len=min(TrainConfig.seq_len, c['model']['max_seq_len']), lr=5e-5) # A rate that keeps what they know
