@@ -284,6 +284,17 @@ def test_stories_know_their_floor(tmp_path):
 
 def test_no_tokens_here(tmp_path):
     with pytest.raises(UserError, match='no prepared tokens'): TokenData(tmp_path)
+    for meta in ('{}', '[]', '{"splits": {"train": {"shards": [{"file": "gone.bin"}]}}, "dtype": "<u2"}', '{"splits": {"train": {"shards": [{"file": "empty.bin"}]}}, "dtype": "<u2"}'):
+        write(tmp_path/'meta.json', meta); write(tmp_path/'empty.bin', b'')
+        with pytest.raises(UserError, match='no prepared tokens'): TokenData(tmp_path)
+
+def test_files_of_others_are_never_replaced(tmp_path):
+    "`--data data/books.txt --out .`: tokens would go into the very folder that the books lie in"
+    d = tmp_path/'data'; d.mkdir(); f = write(d/'books.txt', 'A book. '*50)
+    with pytest.raises(UserError, match="holds 'books.txt', which is none of the tokens"): prepare(f, BYTES, d)
+    assert os.listdir(d) == ['books.txt'] and os.listdir(tmp_path) == ['data']
+    prepare(f, BYTES, tmp_path/'o'); write(tmp_path/'o'/'.DS_Store', 'x')
+    prepare(f, BYTES, tmp_path/'o', seq_len=8)                                   # what we wrote is
 
 # Batches
 

@@ -6,7 +6,7 @@
 __all__ = ['SUFFIXES', 'CHUNK', 'STORIES', 'FORMAT', 'VAL_FRACTION', 'kind', 'find_files', 'bad_utf8', 'utf8_chunks',
            'text_pieces', 'jsonl_texts', 'parquet_texts', 'parse_stories', 'parse_hf', 'hf_texts', 'read_pieces',
            'read_documents', 'ShardWriter', 'fingerprint', 'is_held_out', 'can_cut', 'encode_into', 'prepare',
-           'reusable', 'hold_out_tail', 'TokenData', 'permute', 'Batches', 'eval_batches', 'held_out']
+           'reusable', 'not_tokens', 'hold_out_tail', 'TokenData', 'permute', 'Batches', 'eval_batches', 'held_out']
 
 # %% ../nbs/21_data.ipynb #21e8a2de
 import codecs, glob, gzip, hashlib, io, json, os, re, zlib
@@ -34,7 +34,7 @@ def find_files(
     if path.is_dir():
         out = [p for p in path.rglob('*') if kind(p) and p.is_file() and not any(q.startswith('.') for q in p.relative_to(path).parts)]
         if not out: raise UserError(f'{source}: no {", ".join(SUFFIXES)} file (or .gz of one) in this directory')
-    elif path.exists(): raise UserError(f'{source}: neither a file nor a directory')
+    elif path.exists(): raise UserError(f'{source}: neither a file nor a directory; text is read more than once, so write a pipe\'s into a file')
     elif glob.has_magic(str(source)):
         out = [Path(p) for p in glob.glob(str(source), recursive=True) if Path(p).is_file()]
         if not out: raise UserError(f'{source}: no file matches this pattern')
@@ -335,7 +335,7 @@ def prepare(
     if (meta := reusable(out_dir, json.loads(json.dumps(key)), say)) is not None: return meta
     dtype, eos = '<u2' if tok.vocab_size <= 1<<16 else '<u4', tok.eos_id is not None
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with new_dir(out_dir, overwrite=True) as tmp, tqdm(unit=' documents', desc='tokens', disable=not progress) as bar:
+    with new_dir(out_dir, overwrite=True, foreign=not_tokens) as tmp, tqdm(unit=' documents', desc='tokens', disable=not progress) as bar:
         train, val = (ShardWriter(tmp, s, dtype, shard_tokens) for s in ('train', 'val'))
         opts = dict(separator=separator, text_key=text_key, bar=bar)
         if val_source is not None:
@@ -371,6 +371,13 @@ def reusable(
     if not changed and whole: say(f'{out_dir}: tokens are reused, nothing changed'); return meta
     say(f'{out_dir}: tokens are made again, because of ' + (', '.join(changed) if changed else 'a damaged file'))
 
+def not_tokens(
+    dir, # A directory
+)->str|None:
+    "What is in it that `prepare` did not write, or None"
+    odd = sorted(p.name for p in Path(dir).iterdir() if not re.fullmatch(r'\..*|meta\.json|(train|val)-\d{5,}\.bin', p.name))
+    return f'holds {odd[0]!r}, which is none of the tokens of a run' if odd else None
+
 def hold_out_tail(
     train:ShardWriter, # Takes all tokens first
     val:ShardWriter, # Gets the tail
@@ -403,10 +410,11 @@ class TokenData:
         self.split, self.info = split, {}
         if isinstance(path, (str, os.PathLike)):
             path = Path(path)
-            try: meta = json.loads((path/'meta.json').read_text())
-            except (OSError, ValueError) as e: raise UserError(f'{path}: no prepared tokens here ({e})') from None
-            self.info = meta['splits'][split]
-            self.parts = [np.memmap(path/s['file'], meta['dtype'], 'r') for s in self.info['shards']]
+            try:
+                meta = json.loads((path/'meta.json').read_text())
+                self.info = meta['splits'][split]
+                self.parts = [np.memmap(path/s['file'], meta['dtype'], 'r') for s in self.info['shards']]
+            except (OSError, ValueError, LookupError, TypeError) as e: raise UserError(f'{path}: no prepared tokens here ({e})') from None
         else: self.parts = [np.asarray(path)]
         self.ends = np.cumsum([len(p) for p in self.parts], dtype=np.int64)
 
