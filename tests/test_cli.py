@@ -82,6 +82,33 @@ def test_generate(home):
     empty = json.loads(call('generate', home/'run', '--prompt', '', '--max-tokens', 3, '--json').stdout)
     assert empty['prompt_ids'] == [0] # starts from the EOS
 
+def test_generate_from_a_file(home, tmp_path):
+    "Every text as it is alone, whatever its batch and whoever has little room; one line of JSON for each"
+    ask = ['One', 'One day the small fox', 'fox '*19, 'It slept on it. '*5, 'warm'] # the third and the fourth leave less room than 100 tokens
+    (tmp_path/'p.txt').write_text('\n\n'.join(ask) + '\n')
+    (tmp_path/'p.jsonl').write_text(''.join(json.dumps(dict(prompt=p) if n % 2 else p)+'\n' for n,p in enumerate(ask)))
+    alone = [json.loads(call('generate', home/'run', '--prompt', p, '--json').stdout) for p in ask]
+    assert len({len(d['prompt_ids']) for d in alone}) == 5
+    for file in ('p.txt', 'p.jsonl'):
+        for size in (1, 2, 32):
+            r = call('generate', home/'run', '--prompts', tmp_path/file, '--batch-size', size, '--json')
+            assert [json.loads(l) for l in r.stdout.splitlines()] == alone, r.stderr
+    text = call('generate', home/'run', '--prompt', 'One', '--prompts', tmp_path/'p.txt', '--batch-size', 4).stdout
+    assert text == '\n'.join(d['prompt'] + d['text'] + '\n' for d in (alone[0], *alone))
+    one_line(call('generate', home/'run', '--prompts', tmp_path/'p.txt', '--max-tokens', 60), 'prompt 2 of 5', '64')
+    one_line(call('generate', home/'run', '--prompts', tmp_path/'nowhere.txt'), 'nowhere.txt')
+    (tmp_path/'none.txt').write_text('\n')
+    one_line(call('generate', home/'run', '--prompts', tmp_path/'none.txt'), 'none.txt', 'no prompt')
+
+def test_a_long_file_shows_what_is_written(home, tmp_path):
+    "Batch by batch, so that Ctrl-C loses one of them"
+    (tmp_path/'p.txt').write_text('One day\n'*100_000)
+    p = subprocess.Popen([sys.executable, '-c', CODE, 'generate', str(home/'run'), '--prompts', str(tmp_path/'p.txt'), '--batch-size', '2', '--json'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    first = json.loads(p.stdout.readline())
+    p.send_signal(signal.SIGINT)
+    rest, err = p.communicate(timeout=60)
+    assert p.returncode == 130 and err == b'xtrain: interrupted\n' and all(json.loads(l) == first for l in rest.splitlines())
+
 def test_logits(home):
     d = json.loads(call('logits', home/'hf', '--prompt', 'One day', '--json').stdout)
     assert [t['rank'] for t in d['top']] == list(range(11)) and [t['logit'] for t in d['top']] == sorted((t['logit'] for t in d['top']), reverse=True)
@@ -138,7 +165,9 @@ def test_doctor():
 @pytest.mark.parametrize('args,parts', [
     (['generat', 'x'], ['generat', "'generate'", 'xtrain --help']),
     (['generate'], ['RUN|DIR', 'xtrain generate --help']),
-    (['generate', 'x'], ['--prompt']),
+    (['generate', 'x'], ['--prompt', '--prompts']),
+    (['generate', 'x', '--prompts', ''], ['--prompts is empty']),
+    (['generate', 'x', '--prompt', 'z', '--stop', ''], ['--stop is empty']),
     (['generate', 'x', '--promt', 'y'], ['--promt', "'--prompt'"]),
     (['generate', 'x', 'y', '--prompt', 'z'], ['y']),
     (['generate', 'x', '--prompt', 'z', '--temperature', '-1'], ['--temperature', '-1', 'x>=0']),
@@ -292,6 +321,18 @@ def test_warnings_are_notes(monkeypatch):
 
 
 # ---- terminals, pipes, time -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('args, closed, code, out, err', [
+    (['generate', 'run', '--prompt', 'One', '--max-tokens', '1'], '>&-', 1, '', 'xtrain: stdout is closed, there is nowhere to print to'),
+    (['--help'], '>&-', 1, '', 'xtrain: stdout is closed, there is nowhere to print to'),
+    (['generate', 'run', '--prompt', 'One', '--max-tokens', '0'], '2>&- <&-', 0, 'One', ''),
+    (['generate', 'run', '--prompt', '-'], '<&-', 1, '', 'xtrain: the prompt on stdin cannot be read: bad file descriptor'),
+    (['train', '--data', 'text.jsonl', '--out', 'shut', '--steps', '1', *TINY], '>&- 2>&- <&-', 0, '', '')])
+def test_a_stream_that_is_closed(home, args, closed, code, out, err):
+    "As by a service manager, or `>&-` in a shell: one line where there is somebody to read it, and no file of the run takes the stream's place"
+    r = subprocess.run(['sh', '-c', f'exec "$@" {closed}', 'sh', sys.executable, '-c', CODE, *args], cwd=home, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    assert (r.returncode, r.stdout.strip(), r.stderr.strip()) == (code, out, err)
+    if 'train' in args: assert all(json.loads(l) for l in (home/'shut'/'metrics.jsonl').read_text().splitlines())
 
 def test_closed_pipe(home):
     "`xtrain generate … | head -c 1`: no word on stderr"

@@ -2,7 +2,7 @@
 import json, math, random, sys
 import pytest, torch
 from xtrain.config import ModelConfig, UserError
-from xtrain.generate import KVCache, Sampler, Text, chat, check_prompt, filter_logits, generate, logits_table, pick, prefill, show_table, steps, stream, write
+from xtrain.generate import KVCache, Sampler, Text, chat, chats, check_prompt, filter_logits, generate, logits_table, pick, prefill, show_table, steps, stream, write
 from xtrain.model import TinyTransformer
 from xtrain.tokenizer import Tokenizer
 
@@ -363,6 +363,7 @@ def test_chat_is_transformers_chat(tok, tmp_path, where, template):
         for kw in (dict(), dict(enable_thinking=False)):
             assert chat(tmp_path, talk, **kw) == theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, **kw)
     assert '49' not in chat(tmp_path, TALK)     # what a user says is no program
+    assert chats(tmp_path, [TALK, TALK[1:]], enable_thinking=False) == [chat(tmp_path, t, enable_thinking=False) for t in (TALK, TALK[1:])] and chats(tmp_path, []) == []
 
 @pytest.mark.parametrize('template', [CHATML, MARKS], ids=['chatml', 'marks'])
 def test_a_run_chats_as_its_export_does(tok, tmp_path, template):

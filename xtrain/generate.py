@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KVCache', 'prefill', 'filter_logits', 'pick', 'check_sampling', 'Sampler', 'check_prompt', 'steps', 'generate',
-           'Text', 'check_stop', 'stream', 'write', 'chat_template', 'chat', 'logits_table', 'show_table']
+           'Text', 'check_stop', 'stream', 'write', 'chat_template', 'chat', 'chats', 'logits_table', 'show_table']
 
 # %% ../nbs/30_generate.ipynb #17fcbbc6
 import math
@@ -325,6 +325,14 @@ def chat(
     **kwargs, # More variables for the template
 )->str: # Encode it with `special=True`
     "A conversation as the prompt of its next turn"
+    return chats(path, [messages], **kwargs)[0]
+
+def chats(
+    path, # A run or a directory with a chat template, which is read once
+    talks:list[list[dict]], # Several conversations
+    **kwargs, # More variables for the template
+)->list[str]: # The prompt of each
+    "`chat` for several"
     template, special = chat_template(path)
     try:
         from jinja2 import TemplateError
@@ -336,7 +344,9 @@ def chat(
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols'])
     env.filters['tojson'] = lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     env.globals |= dict(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
-    try: return env.from_string(template).render(dict(messages=messages, add_generation_prompt=True, tools=None, documents=None) | special | kwargs)
+    try:
+        program = env.from_string(template)
+        return [program.render(dict(messages=t, add_generation_prompt=True, tools=None, documents=None) | special | kwargs) for t in talks]
     except Exception as e: raise UserError(f'{path}: its chat template does not take this conversation: {type(e).__name__}: {" ".join(str(e).split())[:200]}') from None
 
 # %% ../nbs/30_generate.ipynb #304323ec
