@@ -151,7 +151,7 @@ __device__ __forceinline__ void done() {
 #endif
 }
 // Launch a kernel that waits by itself (`griddepcontrol.wait`) for the one before it in the stream: its start overlaps the other's end.
-template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, cudaStream_t s, A... args) {
+template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, int bytes, cudaStream_t s, A... args) { // bytes: of shared memory, asked for at run time
     int dev, major;
     cudaGetDevice(&dev);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
@@ -159,9 +159,10 @@ template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 b
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t c{};
-    c.gridDim = blocks; c.blockDim = threads; c.stream = s; c.attrs = &early; c.numAttrs = major >= 9;
+    c.gridDim = blocks; c.blockDim = threads; c.dynamicSmemBytes = bytes; c.stream = s; c.attrs = &early; c.numAttrs = major >= 9;
     cudaLaunchKernelEx(&c, kernel, static_cast<P>(args)...);
 }
+template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, cudaStream_t s, A... args) { launch_after(kernel, blocks, threads, 0, s, args...); }
 // dw = the sum over `parts` rows of `part` [parts, D], in dw's type (float32 or T)
 template <class T> void reduce_parts(const void* part, void* dw, bool f32, int64_t parts, int64_t D, cudaStream_t s) {
     const dim3 blocks((unsigned)((D + 31) / 32)), threads(32, 32);

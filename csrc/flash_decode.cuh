@@ -140,7 +140,10 @@ template <class T, int D> __global__ void __launch_bounds__(1024) join_kernel(co
     if (d == 0) f.lse[row] = sum > 0 ? top + __logf(sum) : -INFINITY;
 }
 constexpr int MAX_CUTS = 32;
-inline int tiles_in_cut(const Flash& f, int keys) { return tiles_of(std::max(1, tiles_of(f.S, keys)), MAX_CUTS); } // of `keys` keys each
+inline int tiles_in_cut(const Flash& f, int keys) { // of `keys` keys each; 256 (128) keys are not worth a cut
+    const int all = std::max(1, tiles_of(f.S, keys));
+    return all <= 2 ? all : tiles_of(all, MAX_CUTS);
+}
 inline int cuts_of(const Flash& f, int keys) { return std::max(1, tiles_of(f.S, keys * tiles_in_cut(f, keys))); }
 template <class T, int D> void decode(const Flash& f, cudaStream_t s) {
     const int cuts = cuts_of(f, Cut<D>::KEYS);

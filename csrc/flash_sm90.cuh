@@ -115,7 +115,7 @@ template <bool LAST_FIRST> __device__ __forceinline__ Work work_of(int n, int B,
 
 template <int D> constexpr int PLACES = D == 64 ? 4 : 2; // places for tiles of keys and of values, as many as fit
 // D: columns in shared memory, 64 or 128; W: columns that are multiplied, the head's size rounded up to 32, 64, 96 or 128
-// `next`, 0 at the start, counts the tiles taken: a block that is done sooner takes more. Who takes which is of no account to the result.
+// A block's first tile is the one with its number; from there on `next` counts the tiles taken: a block that is done sooner takes more. Who takes which is of no account to the result.
 template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bounds__((WGS + 1) * 128, 1)
     forward_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const Flash f, int section, int* next) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -138,7 +138,8 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
         if (threadIdx.x == WGS * 128) {
             int step = 0;
             for (int own = 0;; own++) {
-                const int n = atomicAdd(next, 1), at = own & 1;
+                if (own == 1) asm volatile("griddepcontrol.wait;" ::: "memory"); // for `next`
+                const int n = own ? atomicAdd(next, 1) : (int)blockIdx.x, at = own & 1;
                 const uint32_t full = q_full + 8 * at;
                 mbar_wait(q_free + 8 * at, (own >> 1 & 1) ^ 1);
                 if (n >= all) {
@@ -318,6 +319,8 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
     }
 #endif
 }
+// Sets the forward's counter, which comes in beside it
+static __global__ void start_kernel(int* next, int n) { done(), *next = n; }
 
 // The backward in one pass: five products. A block owns 128 keys and walks over tiles of BN queries, for all heads of the group, for dk and dv. dq needs ds of both warpgroups: ds goes
 // through shared memory, the product for dq comes a step late, when the other's ds has long been written, and two more warps beside the copier add its parts to memory.
@@ -632,8 +635,8 @@ template <class T, int D, int W, int BN, int WGS> bool forward_sm90_run(const Fl
     allow_smem((const void*)kernel, bytes);
     const int heads = f.B * f.H, fit = (int)std::min<int64_t>(heads, std::max<int64_t>(1, (32 << 20) / ((int64_t)f.S * D * 4)) * f.group); // 32 MiB of keys and values at a time
     const int blocks = std::min(sm_count(), heads * tiles_of(f.T, 64 * WGS));
-    cudaMemsetAsync(next, 0, sizeof(int), s);
-    kernel<<<blocks, (WGS + 1) * 128, bytes, s>>>(q, k, v, f, fit, next);
+    start_kernel<<<1, 1, 0, s>>>(next, blocks);
+    launch_after(kernel, blocks, (WGS + 1) * 128, bytes, s, q, k, v, f, fit, next);
     return true;
 }
 inline int padded_queries(int T, int D) { return tiles_of(T, 8192 / D) * (8192 / D); }
@@ -654,7 +657,7 @@ template <class T, int D, int W> bool backward_sm90_run(const Flash& f, float* s
     int *turn = (int*)(acc + tiles * (C::PART / 4)), *next = turn + tiles;
     const int blocks = ceil_div(padded * lanes, 256);
     stats_kernel<T, C::BM, C::BN><<<f.B * f.H * blocks, 256, 0, s>>>(f, stats, turn, next, padded, lanes, blocks);
-    const int heads = f.B * f.Hkv, section = f.S > 4096 ? heads : (int)std::min<int64_t>(heads, std::max<int64_t>(1, (64 << 20) / ((int64_t)f.group * padded * D * 8))); // 64 MiB of q, g and dq at a time, where rows are short
+    const int heads = f.B * f.Hkv, section = f.S > 4096 ? heads : (int)std::min<int64_t>(heads, std::max<int64_t>(1, (128 << 20) / ((int64_t)f.group * padded * D * 8))); // 128 MiB of q, g and dq at a time, where rows are short
     auto* one = backward_one_sm90<T, D, W>;
     allow_smem((const void*)one, C::BYTES);
     one<<<std::min(sm_count(), heads * tiles_of(f.S, C::BM)), 384, C::BYTES, s>>>(k, v, q, g, f, stats, padded, acc, turn, next, section);
