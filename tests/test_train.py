@@ -471,6 +471,49 @@ def test_where_a_run_may_be(cfg, tmp_path):
     with pytest.raises(UserError, match='is not a run'): quiet(again(cfg, out=str(tmp_path/'none')))
     assert not (tmp_path/'none').exists()
 
+def test_what_others_left_is_not_taken_for_a_stopped_run(cfg, tmp_path):
+    "`--data data/books.txt --out .` would put tokens into the folder that the books lie in"
+    (tmp_path/'p/data').mkdir(parents=True); (tmp_path/'q').mkdir()
+    for f in ('p/data/books.txt', 'q/tokenizer.json'): (tmp_path/f).write_text(Path(cfg.data).read_text())
+    was = digest(tmp_path)
+    for out in 'pq':
+        with pytest.raises(UserError, match='has other files in it'): quiet(replace(cfg, data=str(tmp_path/'p/data/books.txt'), out=str(tmp_path/out)))
+    assert digest(tmp_path) == was
+    quiet(replace(cfg, steps=1)); shutil.copytree(f'{cfg.out}/data', tmp_path/'r/data') # As if it had been killed behind its tokens
+    assert quiet(replace(cfg, steps=1, out=str(tmp_path/'r'))).step == 1
+
+@pytest.mark.parametrize('kw', [dict(dim=2**40), dict(n_layers=10**11), dict(head_dim=2**62), dict(vocab_size=10**14), dict(batch_size=2**62), dict(seq_len=2**40), dict(grad_accum=2**62)], ids=str)
+def test_what_cannot_fit_is_refused_at_once(cfg, kw, monkeypatch):
+    monkeypatch.setattr(T, 'get_tokenizer', lambda *a: pytest.fail('too late'))
+    with pytest.raises(UserError, match=r'needs [\d,]+ GB at least, and this machine has \d+'): quiet(replace(cfg, **kw))
+    assert not Path(cfg.out).exists()
+
+def test_sources_are_looked_at_before_a_tokenizer_is_learnt(cfg, monkeypatch):
+    monkeypatch.setattr(T, 'get_tokenizer', lambda *a: pytest.fail('too late'))
+    for kw in (dict(data='no.txt'), dict(val_data='no.txt')):
+        with pytest.raises(UserError, match='no.txt: no such file'): quiet(replace(cfg, **kw))
+    with pytest.raises(UserError, match='--separator must be .* unset'): replace(cfg, separator='')
+
+def test_a_tokenizer_is_learnt_from_the_beginning_of_a_large_file(cfg, tmp_path, monkeypatch):
+    "A file without a separator is one document; it may be larger than memory"
+    from xtrain import data as D
+    from xtrain.tokenizer import Tokenizer
+    big = tmp_path/'big.txt'; big.write_text('some words '*20_000)
+    monkeypatch.setattr(D, 'CHUNK', 1000); monkeypatch.setattr(T, '_LEARN', {str(big): 5000})
+    monkeypatch.setattr(Tokenizer, 'train', lambda texts, size: list(texts))
+    with pytest.raises(AttributeError) as e: T.get_tokenizer(replace(cfg, data=str(big), tokenizer='train'), tmp_path, print)
+    assert 5000 <= sum(map(len, e.value.obj)) < 10_000
+
+def test_checkpoints_on_a_disk_that_is_gone(cfg, tmp_path):
+    quiet(replace(cfg, steps=1))
+    folder = Path(cfg.out)/'checkpoints'
+    folder.rename(tmp_path/'disk'); folder.symlink_to(tmp_path/'disk')
+    assert quiet(again(cfg, steps=2)).step == 2
+    (tmp_path/'disk').rename(tmp_path/'away')
+    with pytest.raises(UserError, match='checkpoints is a link to what is not there: .*disk'): quiet(again(cfg, steps=3))
+    folder.unlink(); folder.write_text('')
+    with pytest.raises(UserError, match='checkpoints is not a directory'): quiet(again(cfg, steps=3))
+
 def test_unwritable_is_told_before_training(cfg, tmp_path, monkeypatch):
     monkeypatch.setattr(T, 'get_tokenizer', lambda *a: pytest.fail('too late'))
     places = [f'{cfg.data}/run', '/proc/run']

@@ -85,7 +85,7 @@ class TrainConfig:
 # %% ../nbs/23_recipe.ipynb #8cc78fbf
 _CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa', 'flash'))
 _FROM_0 = {'warmup', 'eval_every', 'sample_every', 'save_every', 'keep', 'seed', 'min_lr', 'weight_decay', 'clip'}
-_NAMES = {'out', 'data', 'val_data', 'text_key', 'tokenizer'}
+_NAMES = {'out', 'data', 'val_data', 'separator', 'text_key', 'tokenizer'}
 
 def flag(
     name:str, # A field of `TrainConfig`
@@ -105,7 +105,7 @@ def _why_bad(name, v):
     if kind in (float, float|None):
         if name in ('beta1', 'beta2'): return None if number and 0 <= v < 1 else 'a number from 0 to below 1'
         return None if number and (v > 0 or v == 0 and name in _FROM_0) else 'a number from 0' if name in _FROM_0 else 'a number above 0'
-    if name in _NAMES and v == '': return 'a name: a variable of the shell may be unset' # The empty path would be the folder where one stands
+    if name in _NAMES and v == '': return 'a name or text: a variable of the shell may be unset' # The empty path would be the folder where one stands
     return None if isinstance(v, kind if isinstance(kind, type) else (str,)) else f'a {getattr(kind, "__name__", "text")}'
 
 # %% ../nbs/23_recipe.ipynb #d5ddb071

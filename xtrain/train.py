@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['accumulate', 'make_optimizer', 'evaluate', 'tokens_hash', 'Stop', 'Log', 'read_metrics', 'plot_loss', 'pick_device',
-           'pick_dtype', 'deterministic', 'run_directory', 'get_tokenizer', 'get_data', 'TrainResult', 'train',
-           'sample_text', 'summary']
+           'pick_dtype', 'check_memory', 'deterministic', 'run_directory', 'get_tokenizer', 'check_sources', 'get_data',
+           'TrainResult', 'train', 'sample_text', 'summary']
 
 # %% ../nbs/23_train.ipynb #6fbbb3ca
 import hashlib, json, math, os, shutil, signal, stat, sys, tempfile, threading, time
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 import torch
 from torch import Tensor
-from .checkpoint import check_checkpoint, checkpoints, latest_checkpoint, load_checkpoint, read_config, save_checkpoint
+from .checkpoint import check_checkpoint, checkpoint_folder, checkpoints, latest_checkpoint, load_checkpoint, read_config, save_checkpoint
 from .config import ModelConfig, UserError
 from .files import folders_above, locked, write_atomic, writing
 from .kernels import backend, no_gpu
@@ -217,6 +217,16 @@ def pick_dtype(
     "`auto` is bfloat16 on a GPU, float32 on a CPU"
     return getattr(torch, name) if name != 'auto' else torch.bfloat16 if device.type == 'cuda' else torch.float32
 
+def check_memory(
+    arch:ModelConfig, # The model
+    cfg:TrainConfig, # Its batch
+    device:torch.device, # Where they shall be
+):
+    "Refuse what cannot fit, before anything is filled: 16 bytes a parameter (weight, gradient, two moments), 8 a token of a step"
+    have = torch.cuda.get_device_properties(device).total_memory if device.type == 'cuda' else os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE')
+    for what, need in ((f'a model of {(n := arch.num_params()):,} parameters', 16*n), (f'a step of {(n := cfg.rows*(cfg.seq_len+1)):,} tokens', 8*n)):
+        if need > have: raise UserError(f'{what} needs {need/1e9:,.0f} GB at least, and {"this GPU" if device.type == "cuda" else "this machine"} has {have/1e9:,.0f}')
+
 @contextmanager
 def deterministic(
     device:torch.device, # Where it computes
@@ -240,7 +250,10 @@ def _routines(device):
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 # %% ../nbs/23_train.ipynb #a9edd9ca
-_OURS = {'data', 'tokenizer.json'} # A run that was stopped while being set up may have left these
+def _strange(out):
+    "What lies in a directory, but for tokens that a run left which was stopped while being set up"
+    from xtrain.data import not_tokens
+    return [p.name for p in out.iterdir() if not (p.name.startswith('.') or p.name == 'data' and p.is_dir() and not not_tokens(p))]
 
 @contextmanager
 def run_directory(
@@ -251,12 +264,13 @@ def run_directory(
     if cfg.resume: read_config(out)
     elif out.exists() and not out.is_dir(): raise UserError(f'--out {out} is a file; choose another place')
     elif (out/'config.json').exists(): raise UserError(f'{out} holds a run already; go on with it by `xtrain train --resume --out {out}`, or choose another --out')
-    elif out.exists() and any(p.name not in _OURS and not p.name.startswith('.') for p in out.iterdir()): raise UserError(f'--out {out} has other files in it; choose an empty or a new directory')
+    elif out.exists() and _strange(out): raise UserError(f'--out {out} has other files in it; choose an empty or a new directory')
     created = not out.exists()
     with folders_above(out):
         with writing(out, every=True):
             out.mkdir(exist_ok=True)
-            tempfile.TemporaryFile(dir=out).close()
+            for d in (out, checkpoint_folder(out)):
+                if d.is_dir(): tempfile.TemporaryFile(dir=d).close()
         with locked(out, 'is being trained by another process; wait for it, or choose another --out'):
             try: yield out
             finally:
@@ -267,11 +281,11 @@ _LEARN = dict(stories=2_000_000) # Characters a tokenizer is learnt from, by sou
 
 def get_tokenizer(
     cfg:TrainConfig, # Its `tokenizer`, `vocab_size` and `data`
-    out:Path, # Run directory; tokenizer.json is written there, or read if the run goes on
+    out:Path, # Run directory; its tokenizer.json is read if the run goes on
     say, # Takes a line
 ): # A `Tokenizer`
     "The run's own tokenizer, one from a file, or one learnt from the data"
-    from xtrain.data import read_documents
+    from xtrain.data import read_pieces
     from xtrain.tokenizer import Tokenizer
     if cfg.resume:
         tok, old = Tokenizer.load(out), saved_config(out).tokenizer
@@ -282,27 +296,32 @@ def get_tokenizer(
     if cfg.tokenizer != 'train': tok = Tokenizer.load(cfg.tokenizer)
     else:
         def some(limit):
-            for t in read_documents(cfg.data, cfg.separator, cfg.text_key):
+            for t,*_ in read_pieces(cfg.data, cfg.separator, cfg.text_key): # A file may be one document, and larger than memory
                 yield t
                 if (limit := limit-len(t)) <= 0: return
         tok = Tokenizer.train(some(_LEARN.get(cfg.data.split(':')[0], 50_000_000)), cfg.vocab_size)
     say(f'tokenizer: {tok.vocab_size:,} ids, ' + ('learnt from the data' if cfg.tokenizer == 'train' else cfg.tokenizer))
-    tok.save(out)
     return tok
 
 # %% ../nbs/23_train.ipynb #d8033013
+def check_sources(
+    cfg:TrainConfig, # Its `data` and `val_data`
+    saved:dict, # `data` of the run's config.json; empty for a new run
+):
+    "Is there something to read, and is it what the run began with?"
+    from xtrain.data import fingerprint
+    for name in ('data', 'val_data'):
+        now, then = getattr(cfg, name) and fingerprint(getattr(cfg, name), cfg.separator, cfg.text_key), saved.get(name)
+        if name in saved and json.loads(json.dumps(now)) != then: raise UserError(f'{flag(name)} {getattr(cfg, name)} is not what the run began with: {_brief(then)} then, {_brief(now)} now; a run keeps its data')
+
 def get_data(
     cfg:TrainConfig, # What to read
     tok, # The run's `Tokenizer`
     out:Path, # Run directory; shards are kept in `data/`
-    saved:dict, # `data` of the run's config.json; empty for a new run
     say, # Takes a line
 )->tuple: # `(Batches, list of held-out batches, what config.json says of the data)`
     "Token shards, in batches that are a function of the step, and the held-out tokens"
-    from xtrain.data import Batches, TokenData, eval_batches, fingerprint, prepare
-    for name in ('data', 'val_data'):
-        now, then = getattr(cfg, name) and fingerprint(getattr(cfg, name), cfg.separator, cfg.text_key), saved.get(name)
-        if name in saved and json.loads(json.dumps(now)) != then: raise UserError(f'{flag(name)} {getattr(cfg, name)} is not what the run began with: {_brief(then)} then, {_brief(now)} now; a run keeps its data')
+    from xtrain.data import Batches, TokenData, eval_batches, prepare
     meta = prepare(cfg.data, tok, out/'data', seq_len=cfg.seq_len, val_source=cfg.val_data, separator=cfg.separator, text_key=cfg.text_key, log=say)
     train, val = TokenData(out/'data', 'train'), TokenData(out/'data', 'val')
     batches = Batches(train, cfg.seq_len, cfg.rows, cfg.seed)
@@ -350,10 +369,12 @@ def train(
         # ---- text and model ------------------------------------------------------------------
         saved = read_config(out) if cfg.resume else {}
         diff = changes(saved_config(out), cfg) if saved.get('train') else []
+        check_memory(ModelConfig.from_dict(saved['model']) if saved else cfg.model_config(cfg.vocab_size), cfg, device)
+        check_sources(cfg, saved.get('data', {}))
         tok = get_tokenizer(cfg, out, say)
         arch = ModelConfig.from_dict(saved['model']) if saved else cfg.model_config(tok.vocab_size)
         if cfg.seq_len > arch.max_seq_len: raise UserError(f'--seq-len {cfg.seq_len} is more than the run\'s context of {arch.max_seq_len}')
-        batches, held, info = get_data(cfg, tok, out, saved.get('data', {}), say)
+        batches, held, info = get_data(cfg, tok, out, say)
         try: tok.encode(cfg.sample_prompt if cfg.sample_every else '')
         except UserError as e: raise UserError(f'--sample-prompt: {e}') from None # Said now, not after hours, at the first sample
         if cfg.keep_best and not held: raise UserError('--keep-best needs held-out text: there is too little of it; give more --data, or --val-data')
@@ -381,6 +402,7 @@ def train(
         for name, a, b, note in diff: say(f'changed: {flag(name)} {a} -> {b}' + (f' ({note})' if note else ''))
         history = saved.get('history', []) + ([dict(step=start) | {n: [a, b] for n,a,b,_ in diff}] if diff else [])
         recipe = {k: v for k,v in asdict(cfg).items() if k not in ('out', 'resume')}
+        if not cfg.resume: tok.save(out)
         write_atomic(out/'config.json', json.dumps(dict(model=arch.to_dict(), train=recipe, data=info, history=history), indent=1)+'\n')
 
         # ---- the loop ------------------------------------------------------------------------
