@@ -28,7 +28,7 @@ template <class T, int D, bool ONE> __global__ void __launch_bounds__(128) decod
     const auto load_keys = [&](uint32_t to, const Rows& x, int tile) { // a warp's own, of its own copies: nobody else need be waited for
         const T* from = x.at<const T>(b, hk);
         const int j0 = tile * Cut<D>::KEYS + warp * KW;
-        if (tile < end)
+        if (ONE || tile < end)
 #pragma unroll 8
             for (int e = lane; e < KW * D / 8; e += 32) {
                 const int r = e / (D / 8), c = e % (D / 8);
@@ -42,13 +42,15 @@ template <class T, int D, bool ONE> __global__ void __launch_bounds__(128) decod
     copy_wait<1>();
     __syncthreads();
     float s[1][NT][4], o[1][D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, base[2] = {}, sum[2] = {};
+    const auto finish = [&](int y) {
+        sum[y] = lane_sum(sum[y], 4);
+        if (lane % 4 == 0) ms[warp][8 * y + lane / 4] = top[y] == -INFINITY ? top[y] : base[y], ls[warp][8 * y + lane / 4] = sum[y];
+    };
 #pragma unroll 1
-    for (int tile = begin; tile < end; tile++) { // unless there is but ONE tile: the next keys come while these values are worked at, the next values under the next keys
-        copy_wait<1>();
-        __syncwarp();
+    for (int tile = begin; ONE || tile < end; tile++) { // unless there is but ONE tile: the next keys come while these values are worked at, the next values under the next keys
+        if (!ONE) copy_wait<1>(), __syncwarp();
         product_nt<T, D, NT, 1>(s, q, 0, k, lane);
-        __syncwarp();
-        if (!ONE) load_keys(k, f.k, tile + 1);
+        if (!ONE) __syncwarp(), load_keys(k, f.k, tile + 1);
 #pragma unroll
         for (int y = 0; y < 2; y++) {
             const int r = 8 * y + lane / 4, j = tile * Cut<D>::KEYS + warp * KW + lane % 4 * 2;
@@ -71,6 +73,7 @@ template <class T, int D, bool ONE> __global__ void __launch_bounds__(128) decod
             for (int n = 0; n < NT; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) sum[y] += s[0][n][2 * y + e] = exp2_fast(fmaf(s[0][n][2 * y + e], f.scale_log2, -next));
+            if (ONE) finish(y);
         }
         copy_wait<ONE ? 0 : 1>();
         __syncwarp();
@@ -79,11 +82,7 @@ template <class T, int D, bool ONE> __global__ void __launch_bounds__(128) decod
         __syncwarp();
         load_keys(v, f.v, tile + 1);
     }
-#pragma unroll
-    for (int y = 0; y < 2; y++) {
-        sum[y] = lane_sum(sum[y], 4);
-        if (lane % 4 == 0) ms[warp][8 * y + lane / 4] = top[y] == -INFINITY ? top[y] : base[y], ls[warp][8 * y + lane / 4] = sum[y];
-    }
+    if (!ONE) finish(0), finish(1);
     __syncthreads();
     float* os = (float*)smem; // [4][16][D]
 #pragma unroll
