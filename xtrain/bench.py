@@ -233,8 +233,10 @@ def cases(
         yield case('qk_norm', f'{B}×{T}×{H}×{D}', dict(xtrain=lambda x, w: rms_norm(x, w, eps), torch=norm, liger=_liger('liger_rms_norm', eps)), (x, w), n, 2, 3, (4, 9), (R(B, T, H, D, grad=False),))
     cos, sin = rope_tables(torch.arange(T, device=device), D, dtype=dtype)
     if want('rope'):
-        x, k = R(B, H, T, D), R(B, 1, T, D, grad=False)
-        yield case('rope', f'{B}×{H}×{T}×{D}', dict(xtrain=lambda x: rope(x, cos, sin), torch=lambda x: rope_ref(x, cos, sin), liger=lambda x: _liger('liger_rope', cos[None], sin[None], pick=0)(x, k)), (x,), n, 2, 2, (3, 3), (R(B, H, T, D, grad=False),))
+        k = R(B, 1, T, D, grad=False) # Liger turns queries and keys together
+        for shape, lay in ((B, H, T, D), lambda x: x), ((B, T, H, D), lambda x: x.transpose(1, 2)):
+            x, g = (lay(R(*shape, grad=False)) for _ in range(2))
+            yield case('rope', '×'.join(map(str, shape)), dict(xtrain=lambda x: rope(x, cos, sin), torch=lambda x: rope_ref(x, cos, sin), liger=lambda x: _liger('liger_rope', cos[None], sin[None], pick=0)(x, k)), (x.requires_grad_(),), n, 2, 2, (3, 3), (g,))
     if want('qk_norm_rope'):
         x, w = R(B, T, H, D), R(D)
         yield case('qk_norm_rope', f'{B}×{T}×{H}×{D}', dict(xtrain=lambda x, w: qk_norm_rope(x, w, cos, sin, eps), torch=lambda x, w: rope_ref(norm(x, w).transpose(1, 2), cos, sin)), (x, w), n, 2, 3, (7, 12), (R(B, H, T, D, grad=False),))
