@@ -380,6 +380,16 @@ def test_the_terminal_goes_away(straight, tmp_path):
     quiet(again(c))
     assert digest(tmp_path/'run/checkpoints') == digest(Path(straight.out)/'checkpoints')
 
+def test_the_reader_of_stderr_goes_away(straight, tmp_path):
+    "Ctrl-C ends the `tee` of `xtrain train 2>&1 | tee log` too"
+    c = replace(straight, out=str(tmp_path/'run'))
+    p = child(c, SLOW + '\ntrain = (lambda f: lambda c, show: f(c, "bar"))(train)')
+    assert p.stdout.readline() == 'saving\n'
+    p.stderr.close(); p.send_signal(signal.SIGINT)
+    assert p.wait(60) == 130 and 0 < max(checkpoints(c.out)) < 12
+    with open('/dev/full', 'w') as full: p = subprocess.run([sys.executable, '-c', 'from xtrain.cli import main; main()', 'train', '--resume', '--out', c.out], stderr=full, env=ENV) # Nor is a full disk under the log a reason
+    assert p.returncode == 0 and digest(tmp_path/'run/checkpoints') == digest(Path(straight.out)/'checkpoints')
+
 def test_nohup_has_its_way(straight, tmp_path):
     c = replace(straight, out=str(tmp_path/'run'))
     p = child(c, SLOW, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
