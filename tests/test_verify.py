@@ -6,7 +6,8 @@ import pytest, torch
 from safetensors.torch import load_file, save_file
 from xtrain import engines as E, plugins as P, selftest as S, verify as V
 from xtrain.config import ModelConfig, UserError
-from xtrain.hf import export_hf
+from xtrain.generate import generate
+from xtrain.hf import export_hf, import_hf
 from xtrain.model import TinyTransformer
 from xtrain.tokenizer import Tokenizer
 
@@ -125,6 +126,41 @@ def test_a_miss_is_a_miss(models, tok):
         name, exact = 'rough', False
         def logits(self, ids): return ref.logits(ids, torch.bfloat16)
     assert S.selftest((m, tok), d, [Rough()], prompts=PROMPTS[:2], max_tokens=4, faults=faults).missed == [f'{f}: rough' for f in faults if f != 'wrong eps']
+
+class Worn(V.Engine):
+    "Loads what it should, until a load fails; from then on nothing, unless `heals` a new process"
+    name, heals, broken = 'worn', False, False
+    def __init__(self, tok): self.tok = tok
+    def load(self, dir):
+        try: assert not self.broken; self.m, _ = import_hf(dir)
+        except Exception: self.broken = True; raise
+        self.m.attention = 'composed'
+    def tokens(self, ids, n): return generate(self.m, [ids], n, eos_id=self.tok.stop_ids)[0]
+    def logits(self, ids): return self.m(torch.tensor([ids]))[0].detach()
+    def close(self): self.broken = self.broken and not self.heals
+
+def test_an_engine_that_loads_nothing_any_more_sees_nothing(models, tok):
+    "A refused load is a catch only if the sound export still loads: the state that one fault leaves does not catch the next"
+    m, d = models['gqa']
+    faults = ['truncated file', 'wrong theta', 'q_norm set to ones']
+    r = S.selftest((m, tok), d, [Worn(tok)], prompts=PROMPTS[:2], max_tokens=4, faults=faults)
+    assert not r.ok and r.missed == [f'{f}: worn' for f in faults] and "worn missed 'wrong theta': it no longer loads the sound export" in S.show_selftest(r)
+    e = Worn(tok); e.heals = True
+    r = S.selftest((m, tok), d, [e], prompts=PROMPTS[:2], max_tokens=4, faults=faults)
+    assert r.ok and [row['worn'] for row in r.cells.values()] == [('caught', 'load'), ('caught', 'log p'), ('caught', 'log p')]
+
+def test_a_failed_load_is_not_handed_on(evil, tmp_path):
+    "An engine that takes a new process for each directory takes one after a load that failed, too"
+    e = evil('refuse')
+    e.fresh, pids = True, []
+    for _ in range(2):
+        with pytest.raises(P.EngineError, match='no such tensor'): e.load(tmp_path)
+        assert e.p is None
+    e.fresh = False
+    for _ in range(2):
+        with pytest.raises(P.EngineError, match='no such tensor'): e.load(tmp_path)
+        pids.append(e.p.pid)
+    assert len(set(pids)) == 1
 
 def test_tokens_alone_would_not_do(tok, tmp_path):
     "On a tied model that has learnt nothing, several mistakes change no token at all"
@@ -399,6 +435,7 @@ say = lambda b: os.write(give, b)
 if how == 'exit': sys.exit('no such \x1b[31mbackend\x1b[0m')
 for line in os.fdopen(take, 'rb'):
     q = json.loads(line)
+    if how == 'refuse': say(b'{"error": "ValueError: no such tensor"}\n'); continue
     if q['op'] == 'load': say(b'{"result": "1"}\n'); continue
     if how == 'noise':
         for i in range(200): print('x'*10000, flush=True); print('y'*10000, file=sys.stderr, flush=True)

@@ -197,7 +197,10 @@ class Remote(Engine):
         self.start()
         import torch
         if self.gguf: dir = self.convert(dir)
-        self.said = self.ask(op='load', engine=self.name, dir=os.path.abspath(dir), scratch=self.scratch, threads=torch.get_num_threads())[0]
+        try: self.said = self.ask(op='load', engine=self.name, dir=os.path.abspath(dir), scratch=self.scratch, threads=torch.get_num_threads())[0]
+        except EngineError:
+            if self.fresh: self.close() # the next directory needs another process after a load that failed, too
+            raise
 
     def convert(self, dir):
         "A GGUF file of the directory, if its tokenizer can be said in one; no such file has a normaliser"

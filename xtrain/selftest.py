@@ -331,7 +331,7 @@ def selftest(
                 size = effect(ref, bad, cases, windows)
                 with warnings.catch_warnings():
                     warnings.simplefilter('ignore') # about what was planted
-                    r.outcomes[name] = {e.name: run_engine(e, bad, ref, cases, windows, enough=enough, close=False) for e,_ in ran}
+                    r.outcomes[name] = {e.name: _ask(e, bad, dir, ref, cases, windows, enough) for e,_ in ran}
                 r.cells[name] = {e.name: _cell(e, o, r.outcomes[name][e.name], name, size, cases) for e,o in ran}
                 shutil.rmtree(bad)
     finally:
@@ -339,7 +339,24 @@ def selftest(
     return r
 
 # %% ../nbs/33_selftest.ipynb #36563bf1
+def _loads(engine, dir):
+    try: engine.load(dir)
+    except Exception: return False
+    return True
+
+def _ask(engine, bad, dir, ref, cases, windows, enough):
+    "What the engine says of a copy. That it does not load counts only if the sound export loads right afterwards; if it does not, ask a new process"
+    ask = lambda: run_engine(engine, bad, ref, cases, windows, enough=enough, close=False)
+    o = ask()
+    if caught_by(o) not in ('load', 'error') or _loads(engine, dir): return o
+    engine.close()
+    if not _loads(engine, dir): return Outcome(engine.name, engine.version(), engine.exact, verdict='lost', reasons=['it no longer loads the sound export'])
+    o = ask()
+    engine.close()
+    return o
+
 def _cell(engine, sound, o, name, size, cases):
+    if o.verdict == 'lost': return 'MISSED', o.reasons[0]
     if by := caught_by(o): return 'caught', by
     if why := engine.blind.get(name) or too_small(engine, sound, size, cases): return 'cannot see', why
     return 'MISSED', ''
@@ -352,7 +369,7 @@ def show_selftest(
     from tabulate import tabulate
     names = [o.engine for o in r.sound if o.ran]
     rows = [[f, ', '.join(r.files[f]) or 'MISSED', *(by if state == 'caught' else state for state,by in (row[e] for e in names))] for f,row in r.cells.items()]
-    why = [f'{e} cannot see {f!r}: {w}' for f,row in r.cells.items() for e,(state,w) in row.items() if state == 'cannot see']
+    why = [f'{e} {"cannot see" if state == "cannot see" else "missed"} {f!r}: {w}' for f,row in r.cells.items() for e,(state,w) in row.items() if w and state != 'caught']
     bad = [f'{o.engine}: the sound export is {o.verdict}: {"; ".join(o.reasons[:2])}' for o in r.sound if o.verdict not in ('identical', 'near-tie')]
     end = [f'planted {len(r.cells)} faults ({len(r.skipped)} this model cannot have); missed: {"; ".join(r.missed) or "none"}']
     return '\n'.join([tabulate(rows, ['planted', 'files', *names], disable_numparse=True), '', *why, *bad, *end])
