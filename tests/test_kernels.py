@@ -486,6 +486,20 @@ def test_cache_folder(machine, monkeypatch, env, where):
     assert k.cache_dir() == machine.resolve()/where
 
 
+def test_a_machine_that_is_read_only(machine, monkeypatch):
+    "No home, not even a folder for temporary files: one line with the variable to set, also from doctor, and torch's ops"
+    from xtrain.doctor import compiler
+    import tempfile
+    for v in ('XTRAIN_CACHE', 'TORCH_EXTENSIONS_DIR', 'XDG_CACHE_HOME'): monkeypatch.delenv(v, raising=False)
+    monkeypatch.setenv('HOME', '/dev/null/home')
+    def none(): raise FileNotFoundError(2, 'No usable temporary directory found')
+    monkeypatch.setattr(tempfile, 'gettempdir', none)
+    with pytest.raises(k.BuildError, match='^no place for compiled kernels: /dev/null/home/.cache/xtrain cannot be written .*; set XTRAIN_CACHE to a folder of your own$'): k.cache_dir()
+    assert compiler()['cache'] is None and 'XTRAIN_CACHE' in compiler()['cache_why']
+    cards(monkeypatch, (9,0))
+    with pytest.warns(UserWarning, match='no place for compiled kernels'): assert k.kernels('swiglu', 0) is None
+
+
 @root_only
 def test_root_trusts_no_folder_of_a_user(machine, monkeypatch):
     "Where root may write, the owner may have put something"
@@ -544,6 +558,22 @@ except RuntimeError as e: print(e)
         if not shutil.which('g++'): pytest.skip('no g++')
         p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=dict(os.environ, CXX=cxx, XTRAIN_CACHE=str(tmp_path), PYTHONPATH=str(ROOT)))
         assert p.returncode == 0 and p.stdout.rstrip().endswith('cross_entropy: the CPU half takes float32'), (cxx, p)
+
+
+def test_a_c_library_at_an_awkward_path(machine):
+    "A Python whose own libstdc++ lies in a folder with spaces, or with bytes that are no text, as one under a user's home may"
+    folders = [os.fsencode(machine)+n for n in (b'/x y/lib', b'/\xff/lib')]
+    code = f"""
+import ctypes, os, shutil, torch, xtrain.kernels as k
+have = k._runtime()[-1]
+assert have.split('/')[-1].startswith('libstdc++')
+for f in {folders!r}: os.makedirs(f); shutil.copy(have, f+b'/libstdc++.so.6'); ctypes.CDLL(os.fsdecode(f)+'/libstdc++.so.6')
+found = k._runtime()
+assert len([l for l in found if 'libstdc++' in l]) == 3 and all(map(os.path.exists, found)), found
+print(k.compile_source({TINY % 'odd'!r}, gpu=False).exists())
+"""
+    p = subprocess.run([sys.executable, '-c', code], env=dict(os.environ, PYTHONPATH=str(ROOT)), capture_output=True, text=True)
+    assert p.stdout == 'True\n', p
 
 
 def test_every_process_asks_for_the_same_file(machine, monkeypatch):

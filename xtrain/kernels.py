@@ -139,7 +139,9 @@ def _places():
     if env('XDG_CACHE_HOME'): yield Path(env('XDG_CACHE_HOME'))/'xtrain'
     home = os.path.expanduser('~')
     if home != '~': yield Path(home)/'.cache'/'xtrain'
-    yield Path(tempfile.gettempdir())/f'xtrain-{os.getuid()}'
+    try: tmp = tempfile.gettempdir()
+    except OSError: return # A machine that is read-only as a whole
+    yield Path(tmp)/f'xtrain-{os.getuid()}'
 
 def cache_dir()->Path: # Exists, is writable, and nobody else can write there
     "Where compiled kernels are kept"
@@ -198,9 +200,9 @@ def _cxx():
 
 def _runtime():
     "The C++ libraries of this process. Named on the command line, before a compiler's own: where one links them statically, an exception would cross from its copy into torch's, and kill the process"
-    try: maps = Path('/proc/self/maps').read_text()
+    try: maps = Path('/proc/self/maps').read_text(encoding='utf-8', errors='surrogateescape')
     except OSError: return []
-    return sorted(set(re.findall(r'/\S*/lib(?:stdc\+\+\.so\.6|gcc_s\.so\.1)[.\d]*$', maps, re.M)))
+    return sorted(set(re.findall(r'^(?:\S+\s+){5}(/.*/lib(?:stdc\+\+\.so\.6|gcc_s\.so\.1)[.\d]*)$', maps, re.M))) # The path is the sixth field, and may hold spaces
 
 def command(
     arch:list[str]|None=None, # What `gencode` returned; None: the CPU half, by the C++ compiler
