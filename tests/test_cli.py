@@ -318,6 +318,12 @@ def test_warnings_are_notes(monkeypatch):
     monkeypatch.setitem(cli.main.commands, 'warn', cmd)
     r = call('warn')
     assert (r.stdout, r.stderr) == ('done\n', 'xtrain: note: two lines\n')
+    real = click.echo
+    def echo(line, err=False):
+        if err: raise BrokenPipeError
+        real(line)
+    monkeypatch.setattr(click, 'echo', echo) # Nobody reads stderr any more
+    assert call('warn').stdout == 'done\n'
 
 
 # ---- terminals, pipes, time -----------------------------------------------------------------------------------------------

@@ -470,6 +470,11 @@ def test_full_disk_in_mid_run(cfg):
     assert all(now[f] == h for f,h in was.items() if f.startswith('checkpoints')) and list(checkpoints(cfg.out)) == [12, 8, 4]
     assert quiet(again(cfg, steps=20)).step == 20
 
+def test_no_picture_is_no_reason_to_stop(cfg, monkeypatch, capfd):
+    def broken(*a): raise ImportError('numpy.core.multiarray failed to import')
+    monkeypatch.setattr(T, 'plot_loss', broken)
+    assert train(cfg, show='lines').step == 12 and 'no picture: numpy.core' in capfd.readouterr().err
+
 def test_where_a_run_may_be(cfg, tmp_path):
     quiet(replace(cfg, steps=1))
     was = digest(cfg.out)
@@ -477,6 +482,8 @@ def test_where_a_run_may_be(cfg, tmp_path):
     assert digest(cfg.out) == was
     (tmp_path/'other').mkdir(); (tmp_path/'other/thesis.txt').write_text('')
     with pytest.raises(UserError, match='has other files in it'): quiet(replace(cfg, out=str(tmp_path/'other')))
+    (odd := tmp_path/'my run').mkdir(); (odd/'config.json').write_text('{}')
+    with pytest.raises(UserError, match="--resume --out '.*my run'`"): quiet(replace(cfg, out=str(odd))) # To be copied into a shell
     with pytest.raises(UserError, match='is a file'): quiet(replace(cfg, out=cfg.data))
     with pytest.raises(UserError, match='is not a run'): quiet(again(cfg, out=str(tmp_path/'none')))
     assert not (tmp_path/'none').exists()

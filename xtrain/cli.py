@@ -38,11 +38,14 @@ def explain(
     return f'unexpected {name}: {one(e)} (xtrain --debug shows where; please report it)', 1
 
 # %% ../nbs/41_cli.ipynb #f37eaf73
-def _fail(e):
-    "Say it on stderr, in one line, whatever the terminal can show"
-    line, code = explain(e)
+def _say(line):
+    "A line on stderr, whatever the terminal can show; that nobody reads it any more is no fault"
     try: click.echo(f'xtrain: {line}', err=True)
     except OSError: pass
+
+def _fail(e):
+    line, code = explain(e)
+    _say(line)
     return code
 
 def _drop_stdout():
@@ -78,7 +81,7 @@ class App(click.Group):
             if hasattr(s, 'reconfigure'): s.reconfigure(errors='backslashreplace') # LANG=C cannot show every character
         self.debug = bool(os.environ.get('XTRAIN_DEBUG'))
         with warnings.catch_warnings(), _told():
-            warnings.showwarning = lambda msg, *a, **k: click.echo(f'xtrain: note: {" ".join(str(msg).split())}', err=True)
+            warnings.showwarning = lambda msg, *a, **k: _say(f'note: {" ".join(str(msg).split())}')
             try:
                 code = super().main(args, 'xtrain', standalone_mode=False, **kw)
                 sys.stdout.flush()  # help is written without `invoke`
@@ -193,7 +196,7 @@ def _train_from(init, out, train):
     from xtrain.checkpoint import read_config
     from xtrain.files import folders_above
     from xtrain.hf import import_to_run
-    if Path(out).is_dir() and any(Path(out).iterdir()): raise UserError(f'--out {out} is not empty; go on with a run by `xtrain train --resume --out {out}`, or choose a new directory')
+    if Path(out).is_dir() and any(Path(out).iterdir()): raise UserError(f'--out {out} is not empty; go on with a run by `xtrain train --resume --out {shlex.quote(out)}`, or choose a new directory')
     with folders_above(out):
         import_to_run(init, out)
         try: return train()

@@ -8,7 +8,7 @@ __all__ = ['accumulate', 'make_optimizer', 'evaluate', 'tokens_hash', 'Err', 'te
            'check_sources', 'get_data', 'TrainResult', 'train', 'sample_text', 'summary']
 
 # %% ../nbs/23_train.ipynb #6fbbb3ca
-import hashlib, json, math, os, shutil, signal, sys, tempfile, threading, time
+import hashlib, json, math, os, shlex, shutil, signal, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -269,7 +269,7 @@ def run_directory(
     out = Path(cfg.out)
     if cfg.resume: read_config(out)
     elif out.exists() and not out.is_dir(): raise UserError(f'--out {out} is a file; choose another place')
-    elif (out/'config.json').exists(): raise UserError(f'{out} holds a run already; go on with it by `xtrain train --resume --out {out}`, or choose another --out')
+    elif (out/'config.json').exists(): raise UserError(f'{out} holds a run already; go on with it by `xtrain train --resume --out {shlex.quote(str(out))}`, or choose another --out')
     elif out.exists() and _strange(out): raise UserError(f'--out {out} has other files in it; choose an empty or a new directory')
     created = not out.exists()
     with folders_above(out):
@@ -443,7 +443,8 @@ def train(
                         os.fsync(log.file.fileno())
                         save_checkpoint(out, done, model, opt, dict(tokens=log.tokens) | (dict(best=best) if best else {}), cfg.keep, best and best['step'])
                     if last or stop or extra and time.monotonic()-drawn > 10:
-                        plot_loss(out, info['floor'])
+                        try: plot_loss(out, info['floor'])
+                        except Exception as e: log.say(f'no picture: {" ".join(str(e).split())}') # Whatever ails matplotlib here, a training does not die of it
                         drawn = time.monotonic()
                     log.resume_clock()
                     if stop: break
@@ -452,7 +453,7 @@ def train(
         # ---- the end -------------------------------------------------------------------------
         r = TrainResult(str(out), done, cfg.steps, log.last.get('loss'), val, info['floor'], model.num_params(), log.tokens, round(log.speed, 1), round(time.perf_counter()-began, 1), 128+stop.signal if stop else 0,
             best and best['val_loss'], best and best['step'])
-        if stop: say(f'stopped at step {done} of {cfg.steps}, saved; go on with: xtrain train --resume --out {out}')
+        if stop: say(f'stopped at step {done} of {cfg.steps}, saved; go on with: xtrain train --resume --out {shlex.quote(str(out))}')
         elif start >= cfg.steps: say(f'{out} has all its {cfg.steps} steps already; give it more with --steps')
         else: say(summary(r))
         return r
