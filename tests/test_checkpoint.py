@@ -87,6 +87,8 @@ def test_error_in_the_block_changes_nothing(tmp_path):
     assert os.listdir(tmp_path/'empty') == ['a']
     with pytest.raises(ZeroDivisionError):
         with new_dir(tmp_path/'no/such/place'): 1/0
+    with pytest.raises(ZeroDivisionError):
+        with new_dir(tmp_path/('no/'*1200)): 1/0 # Deeper than Python's stack
     assert not (tmp_path/'no').exists()
     (tmp_path/'f').write_text('')
     with pytest.raises(UserError, match='is a file'): new_dir(tmp_path/'f', overwrite=True).__enter__()

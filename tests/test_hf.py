@@ -412,6 +412,8 @@ def test_bad_targets(good, tok, tmp_path, monkeypatch):
     assert 'file is not a directory' in refusal(export_hf, make(), tok, tmp_path/'file/m') and 'file is not a directory' in refusal(export_hf, make(), tok, tmp_path/'file/a/m')
     for name in ('n'*300, 'no/'+'n'*300, 'n'*300+'/m'): assert 'too long' in refusal(check_target, tmp_path/name)
     assert refusal(check_target, '/')
+    (tmp_path/'here').mkdir(); monkeypatch.chdir(tmp_path/'here'); assert 'you stand there' in refusal(check_target, '.'); os.rmdir(tmp_path/'here'); monkeypatch.chdir(tmp_path)
+    assert 'mounted there' in refusal(check_target, '/proc', True) or not os.path.ismount('/proc')
     monkeypatch.setattr(os, 'access', lambda p, mode: False)
     assert 'permission denied' in refusal(export_hf, make(), tok, tmp_path/'m')
     assert [p.name for p in tmp_path.iterdir()] == ['file']
@@ -689,6 +691,8 @@ def test_a_tied_head_that_is_stored_too(tok, tmp_path):
     assert (tmp_path/'n/model.safetensors').read_bytes() == before
     set_tensors(tmp_path/'m', lambda t: t['lm_head.weight'][5].__setitem__(7, 1.))
     assert 'lm_head.weight differs' in refused_unchanged(tmp_path/'m')
+    set_tensors(tmp_path/'m', lambda t: t.update({'lm_head.weight': t['model.embed_tokens.weight'].to(torch.int8)}))
+    assert 'lm_head.weight is stored as I8' in refused_unchanged(tmp_path/'m')
 
 def test_a_tied_flag_on_an_untied_model(d):
     set_config(d, tie_word_embeddings=True)

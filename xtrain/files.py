@@ -88,7 +88,7 @@ def _fsync(path):
         if e.errno != errno.EINVAL: raise # Some file systems cannot flush a folder
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #b0da94d2
+# %% ../nbs/12_files.ipynb #ec9ad0a0
 def check_place(
     path, # Where a file or a directory shall be written
     overwrite:bool=False, # May it replace what is there?
@@ -105,6 +105,7 @@ def check_place(
     try:
         if to.exists() and to.is_dir() and not folder or not folder and str(path).endswith('/'): raise UserError(f'{path} is a directory; name the file to write')
         if to.exists() and folder and not to.is_dir(): raise UserError(f'{path} is a file, not a directory')
+        if to.exists() and (os.path.ismount(to) or os.path.samefile(to, '.')): raise UserError(f'{path} cannot be replaced: a file system is mounted there, or you stand there; name a directory in it')
         if to.exists() and not (folder and not any(to.iterdir())):
             if not overwrite: raise UserError(f'{path} exists already; choose another place or pass --overwrite')
             if (why := foreign(to)): raise UserError(f'{path} {why}; it will not be replaced, choose another place')
@@ -132,7 +133,7 @@ def _put(tmp, to, overwrite):
     old = tmp.with_name(tmp.name+'-old') # A crash between the two renames is put right by `sweep`
     os.rename(to, old); os.rename(tmp, to); _remove(old)
 
-# %% ../nbs/12_files.ipynb #f04aa90b
+# %% ../nbs/12_files.ipynb #2d09be74
 @contextmanager
 def folders_above(
     path, # What shall be made in the `with` block
@@ -141,7 +142,7 @@ def folders_above(
     made = [p for p in Path(os.path.realpath(path)).parents if not p.exists()]
     try:
         with writing(path, every=True):
-            if made: made[0].mkdir(parents=True, exist_ok=True)
+            for p in reversed(made): p.mkdir(exist_ok=True)
         yield
         with writing(path, every=True):
             for p in made: _fsync(p.parent)

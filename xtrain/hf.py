@@ -179,7 +179,7 @@ def from_hf_config(
         their = re.sub(r'\w+', lambda m: _KEYS.get(m[0], m[0]), str(e))     # num_attention_heads, not n_heads
         raise UserError(str(e) if str(where) in str(e) else f'{where}: {their}') from None
 
-# %% ../nbs/31_import.ipynb #0726670c
+# %% ../nbs/31_import.ipynb #47e8f34a
 def check_tensors(
     cfg:ModelConfig, # What the config says
     found:dict[str,tuple[Path,str,tuple[int,...]]], # What `find_weights` found
@@ -201,8 +201,8 @@ def check_tensors(
     for name in shapes:
         if name not in found: raise UserError(f'{where}: tie_word_embeddings is false, but there is no lm_head.weight' if name == 'lm_head.weight' else f'{file} has no tensor {name}, which a {kind} model has')
     if odd: raise UserError(f'{found[odd[0]][0]} has a tensor {_short(odd[0])} that a {kind} model with this config does not have')
-    for name,shape in shapes.items():
-        file, dtype, got = found[name]
+    for name in [*shapes, *(found.keys() - shapes.keys())]: # The latter: a tied head that is stored too
+        shape, (file, dtype, got) = shapes.get(name, shapes['model.embed_tokens.weight']), found[name]
         if dtype not in DTYPES: raise UserError(f'{file}: {name} is stored as {dtype}; {", ".join(DTYPES)} are read, quantised weights are not')
         if got != shape:
             why = '' if head_dim_given else f' (head_dim is missing, engines then take {"128" if cfg.qk_norm else "hidden_size / num_attention_heads"})'
