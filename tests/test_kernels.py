@@ -783,6 +783,21 @@ def test_products_by_the_cpu_are_the_same():
         with S.products_by_the_cpu(): got = f()
         assert torch.allclose(got, f())
 
+def test_what_the_sanitizer_runs_is_well_formed():
+    "Every case but decoding's, in float32, on a CPU: each is a case that can be, and its results are finite"
+    from torch.overrides import TorchFunctionMode
+    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
+    class OnCPU(TorchFunctionMode):
+        def __torch_function__(self, f, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            return f(*args, **(kwargs | dict(device='cpu') if kwargs.get('device') == 'cuda' else kwargs))
+    ran = []
+    with OnCPU():
+        for name, f in S.cases():
+            if 'float32' in name and not name.startswith('decode'): f(); ran.append(name)
+    assert len([n for n in ran if n.startswith('flash decoding')]) == 3 and len(ran) > 50
+
+
 def test_the_sanitizer_knows_every_file():
     spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     names = [name for name, _ in S.cases()]

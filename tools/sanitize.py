@@ -99,6 +99,12 @@ def cases():
             assert all(bool(t.isfinite().all()) for t in (y.detach(), *dkv)), 'a result is not finite'
         for D,T,H,K in ((16, 5, 2, 1), (32, 70, 4, 2), (64, 130, 2, 2), (128, 65, 2, 1)):
             yield f'flash_attention {D},{T},{H}/{K} {short}', lambda a=(D, T, H, K), f=attend: f(*a)
+        def cached(D, T, S, H, K, k=k):
+            from xtrain.ops.flash_attention import flash_attention
+            q, *kv = (new(2, h, n, D, grad=False, **k) for h, n in ((H, T), (K, S), (K, S)))
+            assert bool(flash_attention(q, *kv, pad=torch.tensor([0, 3], device='cuda')).isfinite().all()), 'a result is not finite'
+        for D,T,S,H,K in ((64, 1, 200, 4, 2), (128, 2, 300, 4, 2), (32, 1, 4500, 2, 1)): # A cache in one piece of two tiles; in three pieces; in pieces of two tiles
+            yield f'flash decoding {D},{T},{S},{H}/{K} {short}', lambda a=(D, T, S, H, K), f=cached: f(*a)
         def decode(rows, prompt, k=k, **shape):
             from xtrain.config import ModelConfig
             from xtrain.decode import Decoder
