@@ -470,6 +470,15 @@ def test_full_disk_in_mid_run(cfg):
     assert all(now[f] == h for f,h in was.items() if f.startswith('checkpoints')) and list(checkpoints(cfg.out)) == [12, 8, 4]
     assert quiet(again(cfg, steps=20)).step == 20
 
+def test_another_machine_is_said(cfg, monkeypatch, capfd):
+    "Sums by other threads are added up in another order: the bits are others, and nobody should have to find out why"
+    n = torch.get_num_threads()
+    quiet(replace(cfg, steps=1))
+    assert train(again(cfg, steps=2), show='lines') and 'last bits' not in capfd.readouterr().err
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: n+1)
+    train(again(cfg, steps=3), show='lines')
+    assert f'changed: threads {n} -> {n+1} (the last bits may differ from here on)' in capfd.readouterr().err
+
 def test_no_picture_is_no_reason_to_stop(cfg, monkeypatch, capfd):
     def broken(*a): raise ImportError('numpy.core.multiarray failed to import')
     monkeypatch.setattr(T, 'plot_loss', broken)
@@ -564,7 +573,7 @@ def test_metrics_picture_and_result(cfg, capfd):
     assert (Path(cfg.out)/'loss.png').read_bytes()[:4] == b'\x89PNG' and r.floor and f'{r.floor:.4f}' in err and 'held-out loss' in err
     assert r.exit_code == 0 and json.loads(json.dumps(r.to_dict()))['step'] == 12
     c = json.loads((Path(cfg.out)/'config.json').read_text())
-    assert set(c) == {'model', 'train', 'data', 'history'} and c['model']['vocab_size'] == 300 and 'out' not in c['train']
+    assert set(c) == {'model', 'train', 'data', 'history', 'machine'} and c['model']['vocab_size'] == 300 and 'out' not in c['train']
 
 def test_speed_is_of_training_alone(cfg, monkeypatch):
     monkeypatch.setattr(T, 'evaluate', lambda *a: time.sleep(.2) or 1.)

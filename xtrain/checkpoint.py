@@ -214,7 +214,7 @@ def load_run(
 # %% ../nbs/22_checkpoint.ipynb #7560c149
 def read_config(
     run_dir, # A run's directory
-)->dict: # `{"model": …, "train": …, "data": …}`
+)->dict: # `{"model": …, "train": …, "data": …, "machine": …}`
     "A run's `config.json`"
     f = Path(run_dir)/'config.json'
     if Path(run_dir).suffix in PICKLES: raise UserError(f'{run_dir}: only safetensors is accepted; a pickle can run code when it is opened')
@@ -222,7 +222,7 @@ def read_config(
     try: config = json.loads(f.read_text())
     except (ValueError, RecursionError) as e: raise UserError(f'{f} is not JSON: {e}') from None
     if not isinstance(config, dict) or 'model' not in config: raise UserError(f'{f} has no "model"; it is not of a run')
-    for k,kind,name in (('model', dict, 'an object'), ('train', dict, 'an object'), ('data', dict, 'an object'), ('history', list, 'a list')):
+    for k,kind,name in (('model', dict, 'an object'), ('train', dict, 'an object'), ('data', dict, 'an object'), ('machine', dict, 'an object'), ('history', list, 'a list')):
         if not isinstance(v := config.get(k, kind()), kind) or kind is list and not all(isinstance(h, dict) for h in v): raise UserError(f'{f}: "{k}" must be {name}' + (' of objects' if kind is list else ''))
     return config
 

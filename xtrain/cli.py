@@ -28,7 +28,7 @@ def explain(
     if isinstance(e, UserError): return one(e), 1
     if isinstance(e, Terminated): return 'terminated', 128+e.args[0]
     if isinstance(e, (KeyboardInterrupt, click.Abort)): return 'interrupted', 130
-    if isinstance(e, MemoryError) or "can't allocate memory" in str(e): return 'not enough memory; use a smaller --batch-size (and more --grad-accum), --seq-len or model', 1
+    if isinstance(e, MemoryError) or re.search("can't allocate memory|Storage size calculation overflowed", str(e)): return 'not enough memory; use a smaller --batch-size (and more --grad-accum), --seq-len or model', 1
     if name == 'OutOfMemoryError': return 'not enough GPU memory; use a smaller --batch-size (and more --grad-accum), a shorter --seq-len, or --device cpu', 1
     if isinstance(e, ModuleNotFoundError) and e.name and not e.name.startswith('xtrain'): return f'{e.name} is not installed; pip install {e.name}', 1
     if isinstance(e, OSError) and e.errno == errno.EBADF and not e.filename: return 'stdout is closed, there is nowhere to print to', 1
@@ -212,7 +212,7 @@ def _train_from(init, out, train):
     _o('--init', metavar='RUN|DIR', help='Start from these weights, of a run or of a Qwen3, Qwen2 or Llama directory; architecture and tokenizer are theirs.'),
     _o('--resume', is_flag=True, help='Go on with the run in --out from its newest checkpoint, with its recipe.'),
     _o('--steps', type=POSITIVE, help='Optimizer steps in all.'),
-    _o('--seed', type=Whole(0, 2**63-1), help='Of weights and data order; the same seed gives the same run, bit for bit.'),
+    _o('--seed', type=Whole(0, 2**63-1), help='Of weights and data order; the same seed gives the same run, bit for bit, on the same machine.'),
     _o('--eval-every', type=COUNT, help='Steps between looks at held-out text; 0 looks only at the end.'),
     _o('--eval-tokens', type=POSITIVE, help='Held-out tokens scored each time, always the same ones.'),
     _o('--sample-every', type=COUNT, help='Steps between samples of what the model writes; 0 for none.'),

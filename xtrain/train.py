@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['accumulate', 'make_optimizer', 'evaluate', 'tokens_hash', 'Err', 'tell', 'Stop', 'Log', 'read_metrics', 'plot_loss',
-           'pick_device', 'pick_dtype', 'check_memory', 'deterministic', 'run_directory', 'get_tokenizer',
+           'pick_device', 'pick_dtype', 'machine', 'check_memory', 'deterministic', 'run_directory', 'get_tokenizer',
            'check_sources', 'get_data', 'TrainResult', 'train', 'sample_text', 'summary']
 
 # %% ../nbs/23_train.ipynb #6fbbb3ca
-import hashlib, json, math, os, shlex, shutil, signal, sys, tempfile, threading, time
+import hashlib, json, math, os, platform, shlex, shutil, signal, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -223,6 +223,13 @@ def pick_dtype(
     "`auto` is bfloat16 on a GPU, float32 on a CPU"
     return getattr(torch, name) if name != 'auto' else torch.bfloat16 if device.type == 'cuda' else torch.float32
 
+def machine(
+    device:torch.device, # Where it computes
+)->dict:
+    "What the bits of a run depend on besides recipe, data and tokenizer"
+    if device.type == 'cuda': return dict(torch=torch.__version__, processor=torch.cuda.get_device_name(device))
+    return dict(torch=torch.__version__, processor=f'{platform.machine()} {torch.backends.cpu.get_cpu_capability()}', threads=torch.get_num_threads())
+
 def check_memory(
     arch:ModelConfig, # The model
     cfg:TrainConfig, # Its batch
@@ -406,10 +413,13 @@ def train(
         elif any('imported' in h for h in saved.get('history', [])): raise UserError(f'{out} began with imported weights, and none of its checkpoints is left; import them again, into a new run')
         elif cfg.resume: say('resume: no checkpoint yet, from the start')
         for name, a, b, note in diff: say(f'changed: {flag(name)} {a} -> {b}' + (f' ({note})' if note else ''))
+        here = machine(device)
+        for n,b in here.items():
+            if (a := saved.get('machine', {}).get(n, b)) != b: say(f'changed: {n} {a} -> {b} (the last bits may differ from here on)')
         history = saved.get('history', []) + ([dict(step=start) | {n: [a, b] for n,a,b,_ in diff}] if diff else [])
         recipe = {k: v for k,v in asdict(cfg).items() if k not in ('out', 'resume')}
         if not cfg.resume: tok.save(out)
-        write_atomic(out/'config.json', json.dumps(dict(model=arch.to_dict(), train=recipe, data=info, history=history), indent=1)+'\n')
+        write_atomic(out/'config.json', json.dumps(dict(model=arch.to_dict(), train=recipe, data=info, machine=here, history=history), indent=1)+'\n')
 
         # ---- the loop ------------------------------------------------------------------------
         every = cfg.log_every or (10 if device.type == 'cuda' else 1)
