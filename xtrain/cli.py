@@ -113,7 +113,8 @@ class App(click.Group):
 # %% ../nbs/41_cli.ipynb #80a16e8d
 class Num(click.FloatRange):
     "A finite number in a range; `nan` and `inf` are refused"
-    name = 'x'
+    name = 'number'
+    def get_metavar(self, param, ctx): return 'X'
     def convert(self, value, param, ctx):
         x = super().convert(value, param, ctx)
         if not math.isfinite(x): self.fail(f'{value} is not a finite number', param, ctx)
@@ -121,7 +122,8 @@ class Num(click.FloatRange):
 
 class Whole(click.IntRange):
     "A whole number in a range"
-    name = 'n'
+    name = 'whole number'
+    def get_metavar(self, param, ctx): return 'N'
 
 POSITIVE, COUNT, ABOVE_0 = Whole(min=1), Whole(min=0), Num(min=0, min_open=True)
 
