@@ -288,6 +288,17 @@ def test_no_tokens_here(tmp_path):
         write(tmp_path/'meta.json', meta); write(tmp_path/'empty.bin', b'')
         with pytest.raises(UserError, match='no prepared tokens'): TokenData(tmp_path)
 
+def test_a_file_that_grows_while_it_is_read(tmp_path, monkeypatch):
+    "A download, a log: the tokens would not be those of the hash beside them"
+    f, real = write(tmp_path/'a.txt', 'A book. '*50), D.encode_into
+    def grown(*a, **kw):
+        real(*a, **kw)
+        with open(f, 'a') as g: g.write('More.')
+    monkeypatch.setattr(D, 'encode_into', grown)
+    for kw in (dict(source=f), dict(source='stories:9', val_source=f)):
+        with pytest.raises(UserError, match='a.txt changed while it was read'): prepare(**kw, tok=BYTES, out_dir=tmp_path/'o')
+    assert os.listdir(tmp_path) == ['a.txt']
+
 def test_files_of_others_are_never_replaced(tmp_path):
     "`--data data/books.txt --out .`: tokens would go into the very folder that the books lie in"
     d = tmp_path/'data'; d.mkdir(); f = write(d/'books.txt', 'A book. '*50)

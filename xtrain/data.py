@@ -330,8 +330,8 @@ def prepare(
     say, out_dir, need = log or (lambda s: None), Path(out_dir), (seq_len or 1)+1
     share = VAL_FRACTION if val_fraction is None else val_fraction
     if not 0 <= share < 1: raise UserError(f'val_fraction {share} must be from 0 to below 1')
-    key = dict(format=FORMAT, source=fingerprint(source, separator, text_key), val_source=None if val_source is None else fingerprint(val_source, separator, text_key),
-               tokenizer=tok.sha256, eos_id=tok.eos_id, val_fraction=val_fraction, shard_tokens=shard_tokens, seq_len=seq_len)
+    texts = lambda: dict(source=fingerprint(source, separator, text_key), val_source=None if val_source is None else fingerprint(val_source, separator, text_key))
+    key = dict(format=FORMAT, **(began := texts()), tokenizer=tok.sha256, eos_id=tok.eos_id, val_fraction=val_fraction, shard_tokens=shard_tokens, seq_len=seq_len)
     if (meta := reusable(out_dir, json.loads(json.dumps(key)), say)) is not None: return meta
     dtype, eos = '<u2' if tok.vocab_size <= 1<<16 else '<u4', tok.eos_id is not None
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -347,6 +347,7 @@ def prepare(
             rule = 'by hash'
             if share and not (train.documents and val.documents): train, val, rule = hold_out_tail(train, val, share, need, val_fraction is not None, source)
         train.close(); val.close()
+        if texts() != began: raise UserError(f'{source if val_source is None else f"{source} or {val_source}"} changed while it was read; start again when it is whole')
         meta = dict(format=FORMAT, dtype=dtype, vocab_size=tok.vocab_size, eos_id=tok.eos_id, held_out=rule, splits=dict(train=train.info(eos), val=val.info(eos)), key=key)
         if parse_stories(source if val_source is None else val_source) and rule != 'tail' and val.tokens:
             meta['floor'] = dict(nats_per_token=val.nats/val.tokens, nats=val.nats, tokens=val.tokens, documents=val.documents)
