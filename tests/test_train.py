@@ -470,6 +470,14 @@ def test_full_disk_in_mid_run(cfg):
     assert all(now[f] == h for f,h in was.items() if f.startswith('checkpoints')) and list(checkpoints(cfg.out)) == [12, 8, 4]
     assert quiet(again(cfg, steps=20)).step == 20
 
+@pytest.mark.parametrize('source', ['', '/**/*.jsonl'])
+def test_a_run_among_its_texts(cfg, tmp_path, source):
+    "`--data . --out run`: the run's metrics.jsonl is none of the texts, now or when it goes on"
+    (d := tmp_path/'texts').mkdir(); shutil.copy(cfg.data, d)
+    c = replace(cfg, data=f'{d}{source}', out=str(d/'run'), steps=1)
+    quiet(c)
+    assert quiet(again(c, steps=2)).step == 2
+
 def test_another_machine_is_said(cfg, monkeypatch, capfd):
     "Sums by other threads are added up in another order: the bits are others, and nobody should have to find out why"
     n = torch.get_num_threads()

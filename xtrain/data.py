@@ -25,6 +25,8 @@ def kind(path:Path)->str|None:
     name = path.name.lower().removesuffix('.gz')
     return next((s for s in SUFFIXES if name.endswith(s)), None)
 
+def _is_log(path): return path.name == 'metrics.jsonl' and (path.parent/'config.json').exists() # Of a run, which may lie where the texts do
+
 def find_files(
     source, # A file, a directory or a pattern with `*`, `?`, `[…]`
 )->list[Path]: # Sorted
@@ -32,11 +34,11 @@ def find_files(
     path = Path(source)
     if path.is_file(): return [path]
     if path.is_dir():
-        out = [p for p in path.rglob('*') if kind(p) and p.is_file() and not any(q.startswith('.') for q in p.relative_to(path).parts)]
+        out = [p for p in path.rglob('*') if kind(p) and p.is_file() and not _is_log(p) and not any(q.startswith('.') for q in p.relative_to(path).parts)]
         if not out: raise UserError(f'{source}: no {", ".join(SUFFIXES)} file (or .gz of one) in this directory')
     elif path.exists(): raise UserError(f'{source}: neither a file nor a directory; text is read more than once, so write a pipe\'s into a file')
     elif glob.has_magic(str(source)):
-        out = [Path(p) for p in glob.glob(str(source), recursive=True) if Path(p).is_file()]
+        out = [p for p in map(Path, glob.glob(str(source), recursive=True)) if p.is_file() and not _is_log(p)]
         if not out: raise UserError(f'{source}: no file matches this pattern')
     else: raise UserError(f'{source}: no such file or directory')
     return sorted(out, key=lambda p: p.as_posix())
