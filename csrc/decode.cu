@@ -24,11 +24,14 @@ struct Product {
 
 // The eight warps share the columns of x and w: warp i has blocks i, i+8, ... of 64 bytes. A `unit` is one such block of NT tiles of 8 rows, 16
 // bytes a tile and thread; units stream through a ring in shared memory in which every thread reads just what it asked for itself.
-template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(THREADS, NB == 1 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
+// For more than 8 rows x streams through few registers (`ROLL`): the registers of two kernels must fit on a multiprocessor together, or the next one's blocks
+// are not there to ask for their weights. The head keeps x instead, since its blocks have many groups of rows.
+template <int NB, int MODE> constexpr bool ROLL = NB > 1 && MODE != LOGITS;
+template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(THREADS, NB == 1 || ROLL<NB, MODE> ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     constexpr int E = 16 / sizeof(T), MT = (NB + 1) / 2, OUT = MODE == SWIGLU ? NT / 2 : NT, ROWS = 8 * NB;
-    constexpr bool NORM = MODE != ADD, HALF = sizeof(T) == 2;
+    constexpr bool NORM = MODE != ADD, HALF = sizeof(T) == 2, ROLLS = ROLL<NB, MODE>;
     constexpr int XS = HALF ? NB : 8;                                          // 16-byte pieces of x for a unit
-    constexpr int KS = !HALF ? 1 : NORM ? 4 : NB == 1 ? 12 : 8;                // units whose x is in registers
+    constexpr int KS = !HALF ? 1 : ROLLS ? (NORM ? 1 : 2) : NORM ? 4 : 12;     // units whose x is in registers
     constexpr int CHAINS = NT == 1 ? 2 : 1, LINE = NT * 8 + 8;                 // floats between two rows of `red`, so that neither side meets a bank twice
     extern __shared__ __align__(16) unsigned char smem[];
     float* red = reinterpret_cast<float*>(smem);                               // [WARPS][ROWS][LINE]
@@ -66,39 +69,44 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
         copy_commit();
     }
     uint4 gains[KS];
+    const auto load_gain = [&](uint4& to, int step) {
+        const int k = (step * WARPS + warp) * 4 * E + t * E;
+        to = step < steps && k < K ? __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.gain) + k)) : uint4{};
+    };
     const auto load_gains = [&](int s0) {
 #pragma unroll
-        for (int s = 0; s < KS; s++) {
-            const int k = ((s0 + s) * WARPS + warp) * 4 * E + t * E;
-            gains[s] = s0 + s < steps && k < K ? __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.gain) + k)) : uint4{};
-        }
+        for (int s = 0; s < KS; s++) load_gain(gains[s], s0 + s);
     };
     if constexpr (NORM) load_gains(0);
     wait_for_previous();
     if (p.late) done();
 
     uint4 xs[KS][XS];
+    const auto load_step_x = [&](uint4 (&to)[XS], int step) {
+        const int k = (step * WARPS + warp) * 4 * E + t * E;
+#pragma unroll
+        for (int i = 0; i < XS; i++) {
+            const int b = b0 + (HALF ? 8 * i + g : i);
+            to[i] = b < p.B && step < steps && k < K ? load_fresh(static_cast<const T*>(p.x) + (int64_t)b * K + k) : uint4{};
+        }
+    };
     const auto load_x = [&](int s0) {
 #pragma unroll
-        for (int s = 0; s < KS; s++) {
-            const int k = ((s0 + s) * WARPS + warp) * 4 * E + t * E;
-#pragma unroll
-            for (int i = 0; i < XS; i++) {
-                const int b = b0 + (HALF ? 8 * i + g : i);
-                xs[s][i] = b < p.B && s0 + s < steps && k < K ? load_fresh(static_cast<const T*>(p.x) + (int64_t)b * K + k) : uint4{};
-            }
-        }
+        for (int s = 0; s < KS; s++) load_step_x(xs[s], s0 + s);
     };
     load_x(0);
     float r[XS];
     if constexpr (NORM) {
         float ss[XS] = {};
         for (int s0 = 0; s0 < steps; s0 += KS) {
-            if (s0) load_x(s0);
+            if (s0 && !ROLLS) load_x(s0);
 #pragma unroll
-            for (int s = 0; s < KS; s++)
+            for (int s = 0; s < KS; s++) {
+                if (ROLLS && s0 + s >= steps) break;
 #pragma unroll
                 for (int i = 0; i < XS; i++) ss[i] += squares<T>(xs[s][i]);
+                if (ROLLS && steps > KS) load_step_x(xs[s], s0 + s + KS < steps ? s0 + s + KS : s);
+            }
         }
 #pragma unroll
         for (int i = 0; i < XS; i++) {
@@ -122,8 +130,8 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
                 for (int i = 0; i < XS; i++) xs[s][i] = normed<T>(xs[s][i], r[i], gains[s]);
         }
     };
-    if (NORM && steps > KS) load_x(0);
-    apply_norm();
+    if (NORM && steps > KS && !ROLLS) load_x(0);
+    if (!ROLLS) apply_norm();
 
     float best[NB];
     int best_id[NB];
@@ -135,7 +143,7 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
     for (int group = blockIdx.x; group < groups; group += gridDim.x) {
         float acc[NT][HALF ? MT * CHAINS : 2][4] = {};
         for (int s0 = 0; s0 < steps; s0 += KS) {
-            if (!have) {
+            if (!have && !ROLLS) {
                 if constexpr (NORM) load_gains(s0);
                 load_x(s0);
                 apply_norm();
@@ -145,13 +153,26 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
             for (int s = 0; s < KS; s++) {
                 if (s0 + s >= steps) break;
                 if (in_quarter == 0) copy_wait<3>();
+                uint4 now[XS];                                                 // this step's x
+#pragma unroll
+                for (int i = 0; i < XS; i++) {
+                    now[i] = xs[s][i];
+                    if constexpr (NORM && ROLLS) now[i] = normed<T>(now[i], r[i], gains[s]);
+                }
+                if constexpr (ROLLS) {
+                    const int next = s0 + s + KS < steps ? s0 + s + KS : s;
+                    if (steps > KS && (next > s || group + (int)gridDim.x < groups)) {
+                        load_step_x(xs[s], next);
+                        if constexpr (NORM) load_gain(gains[s], next);
+                    }
+                }
 #pragma unroll
                 for (int i = 0; i < NT; i++) {
                     const uint4 w = ring[(slot * NT + i) * THREADS];
                     if constexpr (HALF) {
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
-                            const uint4 a = xs[s][2 * m], b = 2 * m + 1 < NB ? xs[s][2 * m + 1 < NB ? 2 * m + 1 : 0] : uint4{};
+                            const uint4 a = now[2 * m], b = 2 * m + 1 < NB ? now[2 * m + 1 < NB ? 2 * m + 1 : 0] : uint4{};
                             mma(acc[i][m * CHAINS], a.x, b.x, a.y, b.y, w.x, w.y);
                             mma(acc[i][m * CHAINS + CHAINS - 1], a.z, b.z, a.w, b.w, w.z, w.w);
                         }
@@ -159,7 +180,7 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
                         const auto wv = as_vec<T>(w);
 #pragma unroll
                         for (int b = 0; b < 8; b++) {
-                            const auto xv = as_vec<T>(xs[s][b]);
+                            const auto xv = as_vec<T>(now[b]);
 #pragma unroll
                             for (int e = 0; e < E; e++) acc[i][b / 4][b % 4] = fmaf(xv[e], wv[e], acc[i][b / 4][b % 4]);
                         }
