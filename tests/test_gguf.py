@@ -92,6 +92,14 @@ def test_a_chat_template_goes_along(tok, model, tmp_path):
     finally: tok.chat_template = None
     assert k['tokenizer.chat_template'] == '{{ messages[0].content }}'
 
+@pytest.mark.parametrize('template, left_out', [('{% for', True), ('{{ x', True), ('{% generation %}{{ messages }}{% endgeneration %}', False), ('{% for m in messages %}{% break %}{% endfor %}', False)])
+def test_a_template_that_is_none_is_left_out(tok, model, tmp_path, monkeypatch, template, left_out):
+    "The server of llama.cpp would not start with it"
+    monkeypatch.setattr(tok, 'chat_template', template)
+    r = export_gguf((model, tok), tmp_path/'F32.gguf', 'F32')
+    assert ('tokenizer.chat_template' not in keys(tmp_path/'F32.gguf')[0]) == left_out == any('no valid Jinja' in n for n in r['notes'])
+    assert Llama(tmp_path/'F32.gguf').encode('a')
+
 def test_same_bytes_from_anywhere(tok, model, tmp_path):
     from xtrain.checkpoint import new_run
     from xtrain.hf import open_weights
@@ -164,7 +172,7 @@ def test_a_dropped_normaliser_is_noted(tmp_path):
 
 def changed(tok, **change): return Tokenizer(json.dumps(json.loads(tok.json) | change), '<|endoftext|>')
 
-def test_further_reasons(tok, tmp_path):
+def test_further_reasons(tok, tmp_path, monkeypatch):
     d = json.loads(tok.json)
     m, a = d['model'], d['added_tokens'][0]
     more = lambda *names: [a, *({**a, 'id': 500+i, 'content': n} for i,n in enumerate(names))]
@@ -172,6 +180,12 @@ def test_further_reasons(tok, tmp_path):
     for t,why in ((changed(tok, model=m | dict(ignore_merges=True)), 'ignore_merges'), (changed(tok, model=m | dict(merges=m['merges']+m['merges'][:1])), 'stands there twice'), (changed(tok, model=m | dict(vocab=bytes_)), '1 of the 256 bytes'),
                   (changed(tok, added_tokens=more('<|aa', 'aab|>')), 'can overlap'), (changed(tok, pre_tokenizer=d['pre_tokenizer']['pretokenizers'][1]), 'no name'), (changed(tok, model=m | dict(end_of_word_suffix='</w>')), 'end_of_word_suffix')):
         with pytest.raises(UserError, match=why): export_gguf((tiny(t), t), tmp_path/'a.gguf')
+    for n in ('<|endoftext|>', '<MID>'):
+        bare = changed(tok, added_tokens=[x for x in d['added_tokens'] if x['content'] != n], model=m | dict(vocab=m['vocab'] | {n: m['vocab'].get(n, 500)}))
+        with pytest.raises(UserError, match='ordinary token'): export_gguf((tiny(bare), bare), tmp_path/'a.gguf')
+        monkeypatch.setattr('xtrain.gguf.LOOKS_LIKE_CONTROL', ()) # So that it is found in text is why
+        assert Llama(written(tmp_path, (tiny(bare), bare), overwrite=True)).encode(f'a {n} b', special=True) != bare.raw.encode(f'a {n} b').ids
+        monkeypatch.undo()
     d['pre_tokenizer']['pretokenizers'][0]['pattern']['Regex'] += '|x'
     with pytest.raises(UserError, match='no name for how it splits'): export_gguf((tiny(tok), changed(tok, pre_tokenizer=d['pre_tokenizer'])), tmp_path/'a.gguf')
 

@@ -327,6 +327,18 @@ def exports(tmp_path_factory):
             made[d.name] = t, [e.ids for e in want], [raw.encode(s, add_special_tokens=False).ids for s in hard()]
     return home, made, refused
 
+@pytest.mark.parametrize('where', ['eos', 'bos'])
+def test_what_is_named_must_be_an_added_token(where):
+    "Engines add it themselves, and then find it in text, where tokenizer.json does not"
+    from transformers import PreTrainedTokenizerFast
+    d = json.loads(Tokenizer.train(['the cat sat on the mat. '*9], 300).json)
+    d['added_tokens'] = []
+    if where == 'bos': d['post_processor'] = dict(type='TemplateProcessing', single=[{'SpecialToken': dict(id='<|endoftext|>', type_id=0)}, {'Sequence': dict(id='A', type_id=0)}], pair=[], special_tokens={'<|endoftext|>': dict(id='<|endoftext|>', ids=[0], tokens=['<|endoftext|>'])})
+    t = Tokenizer(json.dumps(d), '<|endoftext|>' if where == 'eos' else None)
+    with pytest.raises(UserError, match="'<|endoftext|>' begins or ends a text, but is not among its added_tokens".replace('|', '[|]')): tokenizer_files(t, Cfg('qwen3'))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=t.raw, **{f'{where}_token': '<|endoftext|>'})
+    assert 0 in theirs('a<|endoftext|>b', add_special_tokens=False)['input_ids'] and 0 not in t.encode('a<|endoftext|>b')
+
 @pytest.mark.parametrize('python', PYTHONS)
 def test_engines_read_it_as_tokenizer_json_says(exports, python):
     "Ids of every text, with and without what the file's template adds, and the way back"

@@ -212,7 +212,7 @@ def check_unicode(text:str, what='the text'):
     try: text.encode()
     except UnicodeEncodeError as e: raise UserError(f'{what} has a lone surrogate {text[e.start]!a} at character {e.start}, which is not valid Unicode') from None
 
-# %% ../nbs/20_tokenizer.ipynb #3e104ea2
+# %% ../nbs/20_tokenizer.ipynb #2368ec7c
 PARTS = ('normalizer', 'pre_tokenizer', 'post_processor', 'decoder') # Of a tokenizer.json, besides the model
 
 class Tokenizer:
@@ -440,7 +440,7 @@ def pre_name(
     if not isinstance(tok.raw.model, models.BPE) or tok.parts['normalizer'] or not tok.byte_level: return None
     return LLAMA_CPP.get(cuts(tok.parts['pre_tokenizer']), (None, None))[tok.raw.model.ignore_merges]
 
-# %% ../nbs/20_tokenizer.ipynb #ae7c6c12
+# %% ../nbs/20_tokenizer.ipynb #ce5ac4d5
 def as_qwen2(
     tok, # A `Tokenizer`
 )->RawTokenizer: # transformers 5's reading of it
@@ -474,6 +474,9 @@ def tokenizer_files(
     if getattr(cfg, 'qkv_bias', False) and (bad := other_reading(tok)):
         raise UserError(f'{tok.where}: transformers 5 reads the tokenizer of every Qwen2-type model (biases in attention) as Qwen2\'s own, and {bad[0]}: {bad[1]!a} would become other ids '
                         'than tokenizer.json gives. Only Qwen2\'s own tokenizer can be exported with such a model; a model without these biases takes any')
+    added = tok.raw.get_added_tokens_decoder()
+    if odd := [t for t in (tok.bos_token, tok.eos_token) if t is not None and tok.raw.token_to_id(t) not in added]:
+        raise UserError(f'{tok.where}: {short(odd[0])} begins or ends a text, but is not among its added_tokens; engines put it there, and then read this name in a text as that one token, as tokenizer.json does not. Add it to them')
     c = dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=tok.bos_token, eos_token=tok.eos_token, unk_token=None, pad_token=None, clean_up_tokenization_spaces=False, model_max_length=cfg.max_seq_len)
     if not tok.front: c['add_bos_token'] = False
     if (tok.parts['pre_tokenizer'] or {}).get('add_prefix_space'): c['add_prefix_space'] = True
