@@ -88,7 +88,7 @@ def _fsync(path):
         if e.errno != errno.EINVAL: raise # Some file systems cannot flush a folder
     finally: os.close(fd)
 
-# %% ../nbs/12_files.ipynb #ec9ad0a0
+# %% ../nbs/12_files.ipynb #dcb19f7c
 def check_place(
     path, # Where a file or a directory shall be written
     overwrite:bool=False, # May it replace what is there?
@@ -103,10 +103,11 @@ def check_place(
     if not to.name or os.path.lexists(to) and not to.exists(): raise UserError(f'{path} is no place for a {"directory" if folder else "file"}; choose another one')
     up = next(p for p in to.parents if os.path.lexists(p)) # What is missing below it will be made
     try:
-        if to.exists() and to.is_dir() and not folder or not folder and str(path).endswith('/'): raise UserError(f'{path} is a directory; name the file to write')
-        if to.exists() and folder and not to.is_dir(): raise UserError(f'{path} is a file, not a directory')
-        if to.exists() and (os.path.ismount(to) or os.path.samefile(to, '.')): raise UserError(f'{path} cannot be replaced: a file system is mounted there, or you stand there; name a directory in it')
-        if to.exists() and not (folder and not any(to.iterdir())):
+        there = to.exists()
+        if not folder and (to.is_dir() or str(path).endswith('/')): raise UserError(f'{path} is a directory; name the file to write')
+        if folder and there and not to.is_dir(): raise UserError(f'{path} is a file, not a directory')
+        if there and (os.path.ismount(to) or os.path.samefile(to, '.')): raise UserError(f'{path} cannot be replaced: a file system is mounted there, or you stand there; name a directory in it')
+        if there and not (folder and not any(to.iterdir())):
             if not overwrite: raise UserError(f'{path} exists already; choose another place or pass --overwrite')
             if (why := foreign(to)): raise UserError(f'{path} {why}; it will not be replaced, choose another place')
         if not up.is_dir(): raise UserError(f'{up} is not a directory; choose another place')
