@@ -410,8 +410,8 @@ def test_prompts(models, tok, tmp_path):
     assert r.ok and len(r.cases[0].tokens) == 128-len(r.cases[0].ids)
     (tmp_path/'p.txt').write_bytes('\ufeffOne day\n\n  \nThe é\r\n'.encode())
     assert V.read_prompts(tmp_path/'p.txt') == ['One day', 'The é']
-    (tmp_path/'p.jsonl').write_text('"a"\n{"prompt": "b"}\r\n{"text": "c\u2028d"}\n') # JSON may hold that as it is
-    assert V.read_prompts(tmp_path/'p.jsonl') == ['a', 'b', 'c\u2028d']
+    (tmp_path/'p.jsonl').write_text('"a"\n{"prompt": "b"}\r\n{"text": "c\u2028d"}\n"def f():\\n"\n') # JSON may hold the third as it is; what a string ends in is its own
+    assert V.read_prompts(tmp_path/'p.jsonl') == ['a', 'b', 'c\u2028d', 'def f():\n']
     for name,data,why in (('e.txt', b'\n', 'no prompt'), ('u.txt', b'ok\xff', 'byte 2'), ('j.jsonl', b'"a"\n{', 'line 2'), ('k.jsonl', b'{"x": 1}', 'line 1'), ('deep.jsonl', b'['*100000, 'line 1')):
         (tmp_path/name).write_bytes(data)
         with pytest.raises(UserError, match=why): V.read_prompts(tmp_path/name)

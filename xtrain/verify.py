@@ -537,12 +537,13 @@ def read_prompts(
     out = []
     for n,line in enumerate(io.StringIO(read_text_file(path, -1, 'prompt'), newline=None), 1):
         if not line.strip(): continue
+        line = line.rstrip('\n')
         if Path(path).suffix == '.jsonl':
             try: line = json.loads(line)
             except (ValueError, RecursionError) as e: raise UserError(f'{path} line {n} is not JSON: {e}') from None
             if isinstance(line, dict): line = line.get('prompt', line.get('text'))
             if not isinstance(line, str): raise UserError(f'{path} line {n} has no string under "prompt" or "text"')
-        out.append(line.rstrip('\n'))
+        out.append(line)
     return out
 
 # %% ../nbs/33_closed_loop.ipynb #2954427c
