@@ -258,10 +258,11 @@ def test_unwritable_place(home, tmp_path):
     finally: tmp_path.chmod(0o700)
 
 def test_target_without_parent(home, tmp_path):
-    one_line(call('export', home/'run', tmp_path/'a'/'b'), str(tmp_path/'a'), 'create it')
     (tmp_path/'f').write_text('x')
     one_line(call('export', home/'run', tmp_path/'f'), 'file')
+    one_line(call('export', home/'run', tmp_path/'f'/'b'), str(tmp_path/'f'), 'not a directory')
     assert tree(tmp_path) == ['f']
+    assert call('export', home/'run', tmp_path/'a'/'b').exit_code == 0 and (tmp_path/'a'/'b'/'config.json').exists() # As by mkdir -p
     r = call('export', home/'run', tmp_path/'x y ü')
     assert r.exit_code == 0 and "'" in r.stdout.splitlines()[-1] # quoted for the shell
 
