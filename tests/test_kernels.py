@@ -321,6 +321,9 @@ def test_the_right_nvcc_is_found(machine, monkeypatch):
     assert k.find_nvcc(12) == (None, f'found nvcc 10.1 at {old}, nvcc 13.2 at {right}, CUDA_HOME=/nonexistent without bin/nvcc; torch {torch.__version__} needs that of CUDA 12: set CUDA_HOME to a CUDA 12 toolkit')
     monkeypatch.setenv('PATH', os.pathsep.join(path))
     assert k.find_nvcc(13)[1] == f'found CUDA_HOME=/nonexistent without bin/nvcc; torch {torch.__version__} needs that of CUDA 13: install xtrain[cuda] or set CUDA_HOME to a CUDA 13 toolkit'
+    for cuda,todo in (('13.0', 'install xtrain[cuda] or '), ('13.2', 'pip install "cuda-toolkit[nvcc,cccl]==13.2.*" or '), ('12.8', '')):
+        monkeypatch.setattr(torch.version, 'cuda', cuda)
+        assert k.find_nvcc()[1].endswith(f' needs that of CUDA {cuda[:2]}: {todo}set CUDA_HOME to a CUDA {cuda[:2]} toolkit')
 
 
 @pytest.mark.parametrize('what', ['no nvcc', 'old nvcc', 'no c++', 'wrong CXX', 'refuses'])

@@ -83,7 +83,8 @@ def find_nvcc(
         if n and major in (None, n.major): return n, f'nvcc {n.version} at {n.path}'
     homes = [f'{v}={h}' for v in ('CUDA_HOME', 'CUDA_PATH') if (h := os.environ.get(v)) and not (Path(h)/'bin'/'nvcc').exists()]
     found = [f'nvcc {n.version} at {n.path}' for n in seen.values() if n] + [f'{h} without bin/nvcc' for h in homes]
-    todo = 'install xtrain[cuda] or ' if major in (None, 13) else ''
+    own = torch.version.cuda or '13.0' # The extra holds 13.0; beside a torch of another 13.x pip would put an older torch in its place, and nvcc refuses headers of another release than its own
+    todo = '' if major not in (None, 13) else 'install xtrain[cuda] or ' if own == '13.0' or own[:3] != '13.' else f'pip install "cuda-toolkit[nvcc,cccl]=={own}.*" or '
     return None, (f"found {', '.join(found) or 'no nvcc'}; torch {torch.__version__} needs {f'that of CUDA {major}' if major else 'one'}: "
                   f"{todo}set CUDA_HOME to a CUDA {f'{major} ' if major else ''}toolkit")
 
