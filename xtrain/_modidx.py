@@ -81,6 +81,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                             'xtrain.cli.Num': ('cli.html#num', 'xtrain/cli.py'),
                             'xtrain.cli.Num.convert': ('cli.html#num.convert', 'xtrain/cli.py'),
                             'xtrain.cli.Num.get_metavar': ('cli.html#num.get_metavar', 'xtrain/cli.py'),
+                            'xtrain.cli.Place': ('cli.html#place', 'xtrain/cli.py'),
+                            'xtrain.cli.Place.convert': ('cli.html#place.convert', 'xtrain/cli.py'),
                             'xtrain.cli.Terminated': ('cli.html#terminated', 'xtrain/cli.py'),
                             'xtrain.cli.Whole': ('cli.html#whole', 'xtrain/cli.py'),
                             'xtrain.cli.Whole.get_metavar': ('cli.html#whole.get_metavar', 'xtrain/cli.py'),
