@@ -1,4 +1,4 @@
-"What every test shares: the checkout, no network for the Hugging Face libraries, SIGHUP that ends a program, and torch left as it was found."
+"What every test shares: the checkout, no network for the Hugging Face libraries, signals that end a program, and torch left as it was found."
 import os, signal, sys
 from pathlib import Path
 import pytest
@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT/'tools'))
 os.environ.update(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false', MPLBACKEND='agg')
 signal.signal(signal.SIGHUP, signal.SIG_DFL) # `nohup make test` has it ignored, and what the tests start would inherit that
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler) # So has `make test &` in a script
 
 
 @pytest.fixture(scope='session')
