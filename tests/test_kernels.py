@@ -1,10 +1,11 @@
 """Kernels without a GPU: every `.cu` compiles for three generations of cards without a warning or a spill, the CPU halves
 are right, and what can be wrong with a machine (compilers, locks, folders, cards) is met with a fake nvcc.
 """
-import gc, importlib.util, multiprocessing, os, re, shutil, signal, stat, subprocess, sys, threading, time, warnings
+import gc, multiprocessing, os, re, shutil, signal, stat, subprocess, sys, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest, torch
+import sanitize as S # conftest puts tools/ on the path
 import xtrain.kernels as k
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -746,7 +747,6 @@ def test_the_same_source_from_two_caches(tmp_path, monkeypatch):
 @pytest.mark.parametrize('bad', [False, True])
 def test_what_a_sanitizer_finds(tmp_path, capsys, tool, bad):
     "A tool that finds something in the second of three cases: which one is said, and the exit status is the tool's; initcheck is told what to leave out"
-    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     fake = tmp_path/'compute-sanitizer'; fake.write_text(f"""#!{sys.executable}
 import sys
 open({str(tmp_path/'args')!r}, 'w').write(' '.join(sys.argv))
@@ -762,14 +762,25 @@ print('========= ERROR SUMMARY: {int(bad)} errors'); sys.exit({7*bad})
 
 def test_a_sanitizer_that_takes_too_long(tmp_path):
     "Is told apart from one that found something"
-    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     fake = tmp_path/'compute-sanitizer'; fake.write_text('#!/bin/sh\necho "ran 1: a"\nsleep 60 &\nwait\n'); fake.chmod(0o755) # The watched program holds the pipe
     start = time.time()
     assert S.watch(fake, 'memcheck', '', dict(os.environ), timeout=1) == ('stopped after 1 s', 1) and time.time()-start < 20
 
+def test_a_sanitizer_that_is_interrupted(tmp_path):
+    "Ctrl-C ends every watched process, though each has a session of its own"
+    fake = tmp_path/'compute-sanitizer'; fake.write_text(f'#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n'); fake.chmod(0o755)
+    code = f"import sys; sys.path[:0] = [{str(ROOT/'tools')!r}]; import sanitize as S, xtrain.kernels as k; k.no_gpu = lambda: ''; k.backend = lambda: ('cuda', ''); S.find_sanitizer = lambda: {str(fake)!r}; sys.argv[1:] = ['memcheck', '-j', '2']; S.main()"
+    p = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        if (tmp_path/'pids').exists() and len(pids := (tmp_path/'pids').read_text().split()) == 2: break
+        time.sleep(.05)
+    p.send_signal(signal.SIGINT)
+    assert p.wait(timeout=20) != 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError): os.kill(int(pid), 0)
+
 def test_parts_of_a_sanitizer_are_the_whole(monkeypatch):
     "Dealt to several processes, each case runs once; what fails in one of them is told"
-    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     ran, codes = [], []
     def fail(): raise ValueError('wrong')
     monkeypatch.setattr(S, 'cases', lambda: [(f'case {i}', (lambda i=i: ran.append(i)) if i != 9 else fail) for i in range(11)])
@@ -780,7 +791,6 @@ def test_parts_of_a_sanitizer_are_the_whole(monkeypatch):
     assert sorted(ran) == [0, 1, 2, 4, 5, 6, 7, 8, 10] and sorted(codes) == [False, False, False, True]
 
 def test_products_by_the_cpu_are_the_same():
-    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     x, w, b = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5)
     for f in (lambda: torch.nn.functional.linear(x, w), lambda: torch.nn.functional.linear(x, w, b), lambda: x @ x.mT):
         with S.products_by_the_cpu(): got = f()
@@ -789,7 +799,6 @@ def test_products_by_the_cpu_are_the_same():
 def test_what_the_sanitizer_runs_is_well_formed():
     "Every case but decoding's, in float32, on a CPU: each is a case that can be, and its results are finite"
     from torch.overrides import TorchFunctionMode
-    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     class OnCPU(TorchFunctionMode):
         def __torch_function__(self, f, types, args=(), kwargs=None):
             kwargs = kwargs or {}
@@ -802,7 +811,6 @@ def test_what_the_sanitizer_runs_is_well_formed():
 
 
 def test_the_sanitizer_knows_every_file():
-    spec = importlib.util.spec_from_file_location('sanitize', ROOT/'tools'/'sanitize.py'); S = importlib.util.module_from_spec(spec); spec.loader.exec_module(S)
     names = [name for name, _ in S.cases()]
     assert len(set(names)) == len(names) > 150
     for p in k.csrc_path().glob('*.cu'): assert any(n.startswith((p.stem, p.stem.split('_')[0])) for n in names), p

@@ -134,10 +134,18 @@ def ops(only, part):
     sys.exit(bool(errors))
 
 
+running = set()  # the watched processes
+
+
+def end(p):
+    if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
+
+
 def watch(tool, t, only, env, timeout=None, part=(0, 1)):
     "Run the cases, or a part of them, under one tool: what is wrong, if anything, and how many ran"
     cmd = [tool, '--tool', t, '--error-exitcode', '7', '--print-limit', 20, *(x for n in KERNELS_OUT.get(t, ()) for x in ('--kernel-name-exclude', f'kns={n}')), sys.executable, __file__, '--ops', '--only', only, '--part', *part]
     p = subprocess.Popen(list(map(str, cmd)), env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+    running.add(p)
     why = []
     def stop(): why.append(f'stopped after {timeout:.0f} s'); os.killpg(p.pid, signal.SIGKILL)
     late = threading.Timer(timeout, stop) if timeout else None
@@ -154,7 +162,7 @@ def watch(tool, t, only, env, timeout=None, part=(0, 1)):
         code = p.wait()
     finally:
         if late: late.cancel()
-        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)  # Ctrl-C: a session of its own does not hear it
+        end(p); running.discard(p)
     return why[0] if why else f'FAILED (exit status {code})' if code else '', ran
 
 
@@ -182,7 +190,10 @@ def main():
     bad = 0
     for t in a.tools:
         start = time.time()
-        with ThreadPoolExecutor(a.jobs) as pool: done = list(pool.map(lambda i: watch(tool, t, a.only, env, a.timeout, (i, a.jobs)), range(a.jobs)))
+        with ThreadPoolExecutor(a.jobs) as pool:
+            try: done = list(pool.map(lambda i: watch(tool, t, a.only, env, a.timeout, (i, a.jobs)), range(a.jobs)))
+            finally:
+                for child in list(running): end(child)  # Ctrl-C: sessions of their own do not hear it
         why, ran = '; '.join(dict.fromkeys(w for w,_ in done if w)), sum(n for _,n in done)
         bad += bool(why)
         print(f'{t}: {why or "clean"}, {ran} cases in {time.time()-start:.0f} s', flush=True)
