@@ -222,8 +222,9 @@ def read_config(
     try: config = json.loads(f.read_text())
     except (ValueError, RecursionError) as e: raise UserError(f'{f} is not JSON: {e}') from None
     if not isinstance(config, dict) or 'model' not in config: raise UserError(f'{f} has no "model"; it is not of a run')
-    for k,kind,name in (('model', dict, 'an object'), ('train', dict, 'an object'), ('data', dict, 'an object'), ('machine', dict, 'an object'), ('history', list, 'a list')):
-        if not isinstance(v := config.get(k, kind()), kind) or kind is list and not all(isinstance(h, dict) for h in v): raise UserError(f'{f}: "{k}" must be {name}' + (' of objects' if kind is list else ''))
+    for k in ('model', 'train', 'data', 'machine'):
+        if not isinstance(config.get(k, {}), dict): raise UserError(f'{f}: "{k}" must be an object')
+    if not isinstance(h := config.get('history', []), list) or not all(isinstance(x, dict) for x in h): raise UserError(f'{f}: "history" must be a list of objects')
     return config
 
 def run_model(

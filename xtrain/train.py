@@ -399,7 +399,8 @@ def train(
             say(f"kernels: {'CUDA kernels' if choice == 'cuda' else 'the ops of torch itself'} ({why})")
 
         # ---- where it stands -----------------------------------------------------------------
-        start, tokens, best, mark, path = 0, 0, None, tokens_hash(held), latest_checkpoint(out, say) if cfg.resume else None
+        start, tokens, best, path = 0, 0, None, latest_checkpoint(out, say) if cfg.resume else None
+        mark = tokens_hash(held) if cfg.keep_best else None
         if path:
             s = load_checkpoint(path, model, opt)
             start, tokens, best, kept = s['step'], s['state'].get('tokens', 0), s['state'].get('best') if cfg.keep_best else None, checkpoints(out)
