@@ -8,7 +8,7 @@ __all__ = ['SHAPES', 'WHO', 'make_model', 'engines', 'rate', 'bench_generate', '
 # %% ../nbs/40_bench_generate.ipynb #cba31c1b
 import time
 import torch
-from .bench import _unit, copy_rate, machine
+from .bench import copy_rate, machine
 from .config import ModelConfig, UserError
 from .decode import step_bytes, why_not
 from .generate import steps
@@ -122,9 +122,10 @@ def table_generate(
         lines.append([r['who'], r['rows'], f"{r['tok_s']:,.0f}", f"{r['step_ms']:.3f}", f"{r['floor_ms']/r['step_ms']:.0%}", f"{r['first_ms']:.1f}", f"{r['whole_tok_s']:,.0f}", f"{ours[r['rows']]/r['tok_s']:.1f}" if r['rows'] in ours else '–'])
     notes = [f"{r['who']}, batch {r['rows']}: {r['error']}" for r in result['rows'] if 'error' in r] + sorted({f"xtrain takes its ordinary path: {r['note']}" for r in result['rows'] if r.get('note')})
     if result.get('stopped'): notes.append('stopped before its end')
-    c = result['model']
+    c, copy = result['model'], result['copy']
+    speed = f'{copy/1e12:.2f} TB/s' if copy > 1e11 else f'{copy/1e9:.1f} GB/s'
     head = [f"{m['name']}; {m['dtype']}; torch {m['torch']}" + (f", CUDA {m['cuda']}" if m['cuda'] else ''),
             f"{c['n_layers']} layers, dim {c['dim']}, {c['n_heads']}/{c['n_kv_heads']} heads of {c['head_dim']}, ffn {c['ffn_dim']}, vocabulary {c['vocab_size']}; random weights, greedy",
-            f"prompt {result['prompt']}, {result['new']} new tokens a row after the first; the floor is every byte once at the speed of a copy, {_unit(result['copy'], 'B/s')}"]
+            f"prompt {result['prompt']}, {result['new']} new tokens a row after the first; the floor is every byte once at the speed of a copy, {speed}"]
     grid = tabulate(lines, headers=['engine', 'batch', 'tokens/s', 'ms a step', 'of floor', 'ms to first', 'tokens/s, whole call', 'xtrain ×'], disable_numparse=True, colalign=['left']+['right']*7)
     return '\n'.join([*head, '', grid, *([''] if notes else []), *notes])
