@@ -1,5 +1,5 @@
 "Data: every kind of source and of dirt, exact borders, reuse by content, order and coverage of batches."
-import codecs, gzip, json, os, subprocess, sys, time, tracemalloc
+import codecs, gzip, json, os, re, subprocess, sys, time, tracemalloc
 from pathlib import Path
 import numpy as np, pytest, torch
 from xtrain import data as D
@@ -302,10 +302,14 @@ def test_a_file_that_grows_while_it_is_read(tmp_path, monkeypatch):
 def test_files_of_others_are_never_replaced(tmp_path):
     "`--data data/books.txt --out .`: tokens would go into the very folder that the books lie in"
     d = tmp_path/'data'; d.mkdir(); f = write(d/'books.txt', 'A book. '*50)
-    with pytest.raises(UserError, match="holds 'books.txt', which is none of the tokens"): prepare(f, BYTES, d)
+    with pytest.raises(UserError, match="holds 'books.txt', which is not part of the tokens"): prepare(f, BYTES, d)
     assert os.listdir(d) == ['books.txt'] and os.listdir(tmp_path) == ['data']
     prepare(f, BYTES, tmp_path/'o'); write(tmp_path/'o'/'.DS_Store', 'x')
     prepare(f, BYTES, tmp_path/'o', seq_len=8)                                   # what we wrote is
+    for name in ('.git', 'val-00000.bin'):                                       # a folder is nothing of ours, by whatever name
+        (x := tmp_path/'o'/name).unlink(missing_ok=True); x.mkdir()
+        with pytest.raises(UserError, match=f"holds '{re.escape(name)}'"): prepare(f, BYTES, tmp_path/'o')
+        x.rmdir()
 
 # Batches
 

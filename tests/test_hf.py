@@ -1146,13 +1146,14 @@ def test_an_import_replaces_nothing_but_a_run(d, tmp_path):
     import_to_run(d, tmp_path/'run')
     (tmp_path/'photos').mkdir(); (tmp_path/'photos/cat.jpg').touch(); (tmp_path/'mixed').mkdir()
     shutil.copytree(tmp_path/'run', tmp_path/'mixed', dirs_exist_ok=True); (tmp_path/'mixed/thesis.tex').touch()
-    for to, word in ((d, 'is no run'), (tmp_path, 'is no run'), (tmp_path/'photos', 'is no run'), (tmp_path/'mixed', "holds 'thesis.tex'"), (d/'config.json', 'is a file')):
+    shutil.copytree(tmp_path/'run', tmp_path/'odd'); (tmp_path/'odd/loss.png').mkdir()
+    for to, word in ((d, 'is no run'), (tmp_path, 'is no run'), (tmp_path/'photos', 'is no run'), (tmp_path/'mixed', "holds 'thesis.tex'"), (tmp_path/'odd', "holds 'loss.png'"), (d/'config.json', 'is a file')):
         assert word in refusal(import_to_run, d, to, True)
     assert 'is what is to be imported' in refusal(import_to_run, tmp_path/'run', tmp_path/'run/../run', True)
     assert 'is what is to be imported' in refusal(import_to_run, tmp_path/'run/checkpoints/step-00000000', tmp_path/'run', True)
     with locked(tmp_path/'run'): assert 'in use' in refusal(import_to_run, d, tmp_path/'run', True)
     import_to_run(d, tmp_path/'run', True)
-    assert {p.name for p in tmp_path.iterdir()} == {'m', 'run', 'photos', 'mixed'} and (tmp_path/'photos/cat.jpg').exists() and (tmp_path/'mixed/thesis.tex').exists()
+    assert {p.name for p in tmp_path.iterdir()} == {'m', 'run', 'photos', 'mixed', 'odd'} and (tmp_path/'photos/cat.jpg').exists() and (tmp_path/'mixed/thesis.tex').exists()
 
 SLOW = 'import time, xtrain.tensors as t, xtrain.gguf as g\ndef slow(f):\n    def h(*a): print("writing", flush=True); time.sleep(.3); return f(*a)\n    return h\nt._write, g._write_tensor = slow(t._write), slow(g._write_tensor)\nfrom xtrain.cli import main; main()'
 

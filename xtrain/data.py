@@ -8,13 +8,13 @@ __all__ = ['SUFFIXES', 'CHUNK', 'STORIES', 'FORMAT', 'VAL_FRACTION', 'kind', 'fi
            'read_documents', 'ShardWriter', 'fingerprint', 'is_held_out', 'can_cut', 'encode_into', 'prepare',
            'reusable', 'not_tokens', 'hold_out_tail', 'TokenData', 'permute', 'Batches', 'eval_batches', 'held_out']
 
-# %% ../nbs/21_data.ipynb #21e8a2de
+# %% ../nbs/21_data.ipynb #dd505f35
 import codecs, glob, gzip, hashlib, io, json, os, re, zlib
 from collections.abc import Iterator
 from pathlib import Path
 import numpy as np
 from .config import UserError
-from .files import new_dir, write_atomic
+from .files import new_dir, others, write_atomic
 from .stories import mix64
 
 # %% ../nbs/21_data.ipynb #e60e7753
@@ -356,7 +356,7 @@ def prepare(
         write_atomic(tmp/'meta.json', json.dumps(meta, indent=1))
     return meta
 
-# %% ../nbs/21_data.ipynb #678178ad
+# %% ../nbs/21_data.ipynb #25522b99
 def reusable(
     out_dir:Path, # Where tokens may lie
     key:dict, # What they must be made of
@@ -378,8 +378,7 @@ def not_tokens(
     dir, # A directory
 )->str|None:
     "What is in it that `prepare` did not write, or None"
-    odd = sorted(p.name for p in Path(dir).iterdir() if not re.fullmatch(r'\..*|meta\.json|(train|val)-\d{5,}\.bin', p.name))
-    return f'holds {odd[0]!r}, which is none of the tokens of a run' if odd else None
+    return others(dir, r'\.[^/]*|meta\.json|(train|val)-\d{5,}\.bin', 'the tokens of a run') # Hidden files: a system makes its own
 
 def hold_out_tail(
     train:ShardWriter, # Takes all tokens first

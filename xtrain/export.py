@@ -7,7 +7,7 @@ __all__ = ['TENSOR_MAP', 'DTYPES', 'KINDS', 'VERIFY_MARKS', 'tensor_map', 'hf_sh
            'stop_ids', 'check_vocab', 'check_target', 'model_card', 'run_facts', 'export_weights', 'unwrap', 'whole',
            'export_hf']
 
-# %% ../nbs/31_export.ipynb #b2041a31
+# %% ../nbs/31_export.ipynb #e49f8972
 import json, math, os, re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import check_place, new_dir
+from .files import check_place, new_dir, others
 from .tensors import CODES, dtype_name, write_safetensors
 
 # %% ../nbs/31_export.ipynb #86274c54
@@ -132,13 +132,11 @@ def check_vocab(cfg:ModelConfig, tokenizer, stop:list[int])->list[str]: # Notes
     notes = [] if stop else ['the tokenizer has no end-of-text token: eos is null in every file, generation runs to its limit']
     return notes + ([f'{cfg.vocab_size-n} of {cfg.vocab_size} rows have no token; engines may pick them, they decode to nothing'] if n < cfg.vocab_size else [])
 
-# %% ../nbs/31_export.ipynb #b47d5f11
-_OURS = re.compile(r'(config|generation_config|tokenizer|tokenizer_config)\.json|README\.md|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json')
+# %% ../nbs/31_export.ipynb #a96759ee
+_OURS = r'(config|generation_config|tokenizer|tokenizer_config)\.json|README\.md|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json'
 
-# %% ../nbs/31_export.ipynb #28e65eb1
-def _foreign(to):
-    other = sorted(p.name for p in to.iterdir() if not _OURS.fullmatch(p.name) or not p.is_file())
-    if other: return f'holds {other[0]!r}, which is not part of an export'
+# %% ../nbs/31_export.ipynb #99806d13
+def _foreign(to): return others(to, _OURS, 'an export')
 
 def check_target(
     dir, # Where an export shall go

@@ -9,7 +9,7 @@ __all__ = ['MAX_JSON', 'read_json', 'find_weights', 'from_hf_config', 'check_ten
            'hf_shapes', 'model_card', 'parse_size', 'plan_shards', 'run_facts', 'stop_ids', 'tensor_map', 'unwrap',
            'whole']
 
-# %% ../nbs/31_import.ipynb #7440c743
+# %% ../nbs/31_import.ipynb #57845512
 import json, math, os, re, reprlib, warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from .config import ModelConfig, UserError
-from .files import PICKLES, check_place, locked, no_file, once
+from .files import PICKLES, check_place, locked, no_file, once, others
 from .tensors import CODES, TensorFile, dtype_name, finite
 from .export import (DTYPES, KINDS, TENSOR_MAP, VERIFY_MARKS, check_target, check_vocab, export_hf, export_weights, hf_config, hf_shapes, model_card,
     parse_size, plan_shards, run_facts, stop_ids, tensor_map, unwrap, whole, _code, _one_or_list)
@@ -410,8 +410,8 @@ def export_any(
     if lost: r['notes'].append(f'the weights were {lost[0]}, and rounding them to {dtype_name(dtype)} may change bits; export them in a dtype that holds {lost[0]} to keep them')
     return r
 
-# %% ../nbs/31_import.ipynb #3ebd4bbc
-_RUN = {'config.json', 'tokenizer.json', 'serving.json', 'chat_template.jinja', 'checkpoints', 'data', 'metrics.jsonl', 'loss.png', 'verify.png'} # What a run holds
+# %% ../nbs/31_import.ipynb #f887a7c5
+_RUN = r'(config|tokenizer|serving)\.json|chat_template\.jinja|(checkpoints|data)/|metrics\.jsonl|(loss|verify)\.png' # What a run holds
 
 def import_to_run(
     dir, # In Qwen3's, Qwen2's or Llama's format; or another run, of which the newest checkpoint is taken, or one of its checkpoints
@@ -423,7 +423,7 @@ def import_to_run(
     from xtrain.tokenizer import tokenizer_files
     def foreign(to):
         if not (to/'config.json').is_file() or 'model' not in read_json(to/'config.json'): return 'is no run'
-        if other := sorted({p.name for p in to.iterdir()} - _RUN): return f'holds {other[0]!r}, which is not part of a run'
+        return others(to, _RUN, 'a run')
     to, here = check_place(run, overwrite, foreign=foreign), Path(os.path.realpath(dir))
     if here == to or here.is_relative_to(to) or Path(os.path.realpath(run_of(dir)[0])) == to: raise UserError(f'{run} is what is to be imported; choose another place')
     w, (source, step) = open_weights(dir), run_of(dir)
