@@ -132,7 +132,7 @@ def test_command(tmp_path, monkeypatch):
     r = json.loads(p.stdout)
     assert p.exit_code == 0 and set(r) == {'machine', 'ceilings', 'rows', 'seconds'} and {x['op'] for x in r['rows']} == {'repeat_kv'} and [x.name for x in tmp_path.iterdir()] == ['bench-ops.png']
 
-@pytest.mark.parametrize('args,say', [(['--op', 'rmsnorm'], '--op rmsnorm is not known; there are rms_norm'), (['--picture', 'no/where.png'], '--picture no/where.png'), (['--size', 'huge'], "'huge' is not one of"), (['--dtype', 'int8'], "'int8' is not one of")])
+@pytest.mark.parametrize('args,say', [(['--op', 'rmsnorm'], '--op rmsnorm is not known; there are rms_norm'), (['--picture', 'where'], '--picture where: a PNG is drawn'), (['--size', 'huge'], "'huge' is not one of"), (['--dtype', 'int8'], "'int8' is not one of")])
 def test_mistakes_are_one_line(args, say, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     p = CliRunner().invoke(main, ['bench', 'ops', *args])

@@ -145,8 +145,8 @@ def test_verify_says_no(home, tmp_path):
     from xtrain.selftest import plant
     plant(home/'hf', tmp_path/'bad', 'gate and up swapped')
     (tmp_path/'p.txt').write_text('One day\nThe small fox\n')
-    r = call('verify', home/'run', tmp_path/'bad', '--prompts', tmp_path/'p.txt', '--max-tokens', 6, '--engine', 'transformers-f32', '--picture', tmp_path/'v.png')
-    assert r.exit_code == 1 and 'verdict: structural' in r.stdout and 'blocks.0.w_gate' in r.stdout and (tmp_path/'v.png').exists()
+    r = call('verify', home/'run', tmp_path/'bad', '--prompts', tmp_path/'p.txt', '--max-tokens', 6, '--engine', 'transformers-f32', '--picture', tmp_path/'new'/'v.png')
+    assert r.exit_code == 1 and 'verdict: structural' in r.stdout and 'blocks.0.w_gate' in r.stdout and (tmp_path/'new'/'v.png').exists()
     one_line(call('verify', home/'run', home/'hf', '--engine', 'nope'), 'nope', 'transformers-f32')
     one_line(call('verify', home/'run', home/'hf', '--prompts', tmp_path/'none.txt'), 'none.txt')
     one_line(call('verify', home/'run', tmp_path/'nowhere'), 'nowhere')
@@ -291,7 +291,7 @@ def test_stdout_is_full(unbuffered):
     (FileNotFoundError(errno.ENOENT, 'No such file or directory', 'a/b'), 'a/b: no such file or directory', 1),
     (PermissionError(errno.EACCES, 'Permission denied', 'a/b'), 'a/b: permission denied; choose a place that you may read and write', 1),
     (OSError(errno.ENOSPC, 'No space left on device', 'a/b'), 'a/b: no space left on device; free some space and try again', 1),
-    (MemoryError(), 'not enough memory; use a smaller --batch-size (and more --grad-accum), --seq-len or model', 1),
+    (MemoryError(), 'not enough memory; use a machine with more', 1),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"), 'not enough memory', 1),
     (type('OutOfMemoryError', (RuntimeError,), {})('CUDA out of memory. Tried to allocate 2 GiB'), 'not enough GPU memory', 1),
     (ModuleNotFoundError("No module named 'transformers'", name='transformers'), 'transformers is not installed; pip install transformers', 1),
@@ -300,6 +300,40 @@ def test_stdout_is_full(unbuffered):
 def test_explain(e, line, code):
     got = cli.explain(e)
     assert got[0].startswith(line) and got[1] == code and '\n' not in got[0]
+
+COMMANDS = [['train'], ['generate', 'x', '--prompt', 'y'], ['logits', 'x', '--prompt', 'y'], ['export', 'x', 'y'], ['gguf', 'x', 'y'], ['import', 'x', 'y'], ['verify', 'x', 'y'], ['bench', 'ops'], ['bench', 'attention'], ['bench', 'generate'], ['doctor']]
+
+@pytest.mark.parametrize('e', [MemoryError(), type('OutOfMemoryError', (RuntimeError,), {})('CUDA out of memory')], ids=['memory', 'GPU memory'])
+@pytest.mark.parametrize('args', COMMANDS, ids=lambda a: ' '.join(a[:1 + (a[0] == 'bench')]))
+def test_what_takes_less_memory_is_a_flag_of_the_command(args, e, monkeypatch):
+    "`xtrain logits` once advised a smaller --batch-size, which it has not"
+    cmd = cli.main.commands[args[0]]
+    if args[0] == 'bench': cmd = cmd.commands[args[1]]
+    def fail(**kw): raise e
+    monkeypatch.setattr(cmd, 'callback', fail)
+    r = call(*args)
+    one_line(r, 'not enough ')
+    advised, has = set(re.findall(r'--[a-z-]+', r.stderr)), {o for p in cmd.params for o in p.opts}
+    assert advised <= has and (advised or 'use a machine with more' in r.stderr)
+    assert ('--device cpu' in r.stderr) == ('--device' in has and not isinstance(e, MemoryError))
+    if args[0] == 'train': assert {'--batch-size', '--grad-accum', '--seq-len', '--recompute', '--dim'} <= advised
+
+def test_a_picture_that_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'a.png').mkdir(); (tmp_path/'f').write_text('x')
+    for command in (['verify', 'x', 'y'], ['bench', 'ops'], ['bench', 'attention']):
+        for name, word in (('a.svg', 'let the name end in .png'), ('a.png', 'is a directory'), ('f/a.png', 'f is not a directory'), ('n'*300 + '.png', 'too long')): one_line(call(*command, '--picture', name), '--picture', word)
+    assert tree(tmp_path) == ['a.png', 'f']
+
+def test_a_picture_makes_its_folder(tmp_path, monkeypatch):
+    "As every other target does"
+    from xtrain import bench_attention as b
+    monkeypatch.setattr(b, 'bench_attention', lambda *a, **k: {}); monkeypatch.setattr(b, 'table_attention', lambda r: 'a table')
+    monkeypatch.setattr(b, 'picture_attention', lambda r, path: Path(path).write_bytes(b'a picture') and path)
+    assert call('bench', 'attention', '--picture', tmp_path/'new'/'a.png').exit_code == 0 and (tmp_path/'new/a.png').exists()
+    monkeypatch.setattr(b, 'picture_attention', lambda *a: 1/0)
+    assert 'ZeroDivisionError' in call('bench', 'attention', '--picture', tmp_path/'newer'/'a.png').stderr
+    assert tree(tmp_path) == ['new', 'new/a.png']
 
 @pytest.fixture
 def broken(monkeypatch):

@@ -13,11 +13,15 @@ import click
 from . import __version__
 from .config import UserError
 
-# %% ../nbs/41_cli.ipynb #1e3649f6
+# %% ../nbs/41_cli.ipynb #ae4b740e
 class Terminated(KeyboardInterrupt): "SIGTERM, or SIGHUP: the terminal is gone"
+
+_SMALLER = {'--batch-size': 'a smaller --batch-size', '--grad-accum': 'more --grad-accum beside it', '--seq-len': 'a shorter --seq-len', '--recompute': '--recompute', '--dim': 'a smaller --dim',
+    '--batch': 'a smaller --batch', '--shape': 'a smaller --shape', '--size': '--size small'} # By flag, what takes less memory
 
 def explain(
     e:BaseException, # What stopped a command
+    flags=(), # That the command has: only these can be advised
 )->tuple[str,int]: # One line for stderr, and the exit status
     "What went wrong, where, what to do: 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM, 1 for the rest"
     one = lambda s: ' '.join(str(s).split())
@@ -29,8 +33,10 @@ def explain(
     if isinstance(e, UserError): return one(e), 1
     if isinstance(e, Terminated): return 'terminated', 128+e.args[0]
     if isinstance(e, (KeyboardInterrupt, click.Abort)): return 'interrupted', 130
-    if isinstance(e, MemoryError) or re.search("can't allocate memory|Storage size calculation overflowed", str(e)): return 'not enough memory; use a smaller --batch-size (and more --grad-accum), --seq-len or model', 1
-    if name == 'OutOfMemoryError': return 'not enough GPU memory; use a smaller --batch-size (and more --grad-accum), a shorter --seq-len, or --device cpu', 1
+    gpu = name == 'OutOfMemoryError'
+    if gpu or isinstance(e, MemoryError) or re.search("can't allocate memory|Storage size calculation overflowed", str(e)):
+        *less, last = [s for f,s in _SMALLER.items() if f in flags] + ['--device cpu']*(gpu and '--device' in flags) or ['a machine with more']
+        return f'not enough {"GPU "*gpu}memory; use {", ".join(less)}{" or "*bool(less)}{last}', 1
     if isinstance(e, ModuleNotFoundError) and e.name and not e.name.startswith('xtrain'): return f'{e.name} is not installed; pip install {e.name}', 1
     if isinstance(e, OSError) and e.errno == errno.EBADF and not e.filename: return 'stdout is closed, there is nowhere to print to', 1
     if isinstance(e, OSError) and e.strerror:
@@ -38,14 +44,14 @@ def explain(
         return f'{e.filename or "output"}: {e.strerror.lower()}{ADVICE.get(e.errno, "")}', 1
     return f'unexpected {name}: {one(e)} (xtrain --debug shows where; please report it)', 1
 
-# %% ../nbs/41_cli.ipynb #f37eaf73
+# %% ../nbs/41_cli.ipynb #faedf179
 def _say(line):
     "A line on stderr, whatever the terminal can show; that nobody reads it any more is no fault"
     try: click.echo(f'xtrain: {line}', err=True)
     except OSError: pass
 
-def _fail(e):
-    line, code = explain(e)
+def _fail(e, flags=()):
+    line, code = explain(e, flags)
     _say(line)
     return code
 
@@ -54,7 +60,7 @@ def _drop_stdout():
     try: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError): pass
 
-# %% ../nbs/41_cli.ipynb #6bc31d90
+# %% ../nbs/41_cli.ipynb #9d316249
 @contextmanager
 def _told():
     "SIGTERM and SIGHUP end a command as Ctrl-C does, so that what is half written goes away"
@@ -92,7 +98,7 @@ class App(click.Group):
             except Exception as e:
                 if isinstance(e, OSError): _drop_stdout()
                 if self.debug and not isinstance(e, click.ClickException): raise
-                code = _fail(e)
+                code = _fail(e, self.flags(sys.argv[1:] if args is None else args))
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx):
@@ -108,6 +114,12 @@ class App(click.Group):
         except OSError:
             _drop_stdout()
             raise
+
+    def flags(self, args):
+        "Those of the command that `args` names"
+        cmd = self
+        for a in args: cmd = getattr(cmd, 'commands', {}).get(a, cmd)
+        return {o for p in cmd.params for o in p.opts}
 
     def list_commands(self, ctx): return list(self.commands) # in the order of the loop, not of the alphabet
 
@@ -212,7 +224,7 @@ def _train_from(init, out, train):
             if not read_config(out)['train']: shutil.rmtree(out)
             raise
 
-# %% ../nbs/41_cli.ipynb #1b06486b
+# %% ../nbs/41_cli.ipynb #167f4ce3
 @main.command('train', cls=_Sections)
 @_options('Run',
     _o('--out', metavar='RUN', help='Run directory to write.'),
@@ -269,6 +281,7 @@ def _train_from(init, out, train):
 def _train(ctx, preset, init, resume, as_json, **given):
     """Train a model on text.
 
+    One process trains, on one CPU or one GPU; several, as torchrun starts them, are not supported.
     Ctrl-C saves and says how to go on. RUN then holds config.json, tokenizer.json, metrics.jsonl,
     loss.png and checkpoints/.
 
@@ -539,11 +552,13 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     if as_json: _print_json(r.to_dict() | dict(picture=str(picture) if picture.exists() else None) | ({'selftest': planted.to_dict()} if planted else {}))
     ctx.exit(0 if r.ok and (planted is None or planted.ok) else 1)
 
-# %% ../nbs/41_cli.ipynb #3b8b0751
+# %% ../nbs/41_cli.ipynb #4109185f
 def _check_picture(picture):
-    from pathlib import Path
-    if picture and not Path(picture).resolve().parent.is_dir(): raise UserError(f'--picture {picture}: there is no directory {Path(picture).parent}')
-    if picture and Path(picture).is_dir(): raise UserError(f'--picture {picture}: that is a directory; name a file')
+    from xtrain.files import check_place
+    if not picture: return
+    if not picture.lower().endswith('.png'): raise UserError(f'--picture {picture}: a PNG is drawn; let the name end in .png')
+    try: check_place(picture, overwrite=True, folder=False)
+    except UserError as e: raise UserError(f'--picture: {e}') from None
 
 @main.group('bench')
 def _bench():
@@ -582,7 +597,7 @@ def _bench_ops(ops, size, dtype, device, picture, as_json):
     if r.get('stopped'): raise KeyboardInterrupt
     if bad := [x for x in r['rows'] if x['who'] == 'xtrain' and 'error' in x]: raise UserError(f'{bad[0]["op"]} {bad[0]["shape"]}: {bad[0]["error"]}')
 
-# %% ../nbs/41_cli.ipynb #2c53c420
+# %% ../nbs/41_cli.ipynb #ddcf2c7f
 @_bench.command('attention')
 @click.option('--shape', 'shapes', multiple=True, metavar='B,S,H,HKV,D', help='Rows, tokens, query heads, KV heads, head size; may be given several times.  [seven of models in use]')
 @click.option('--lengths', is_flag=True, help='Also 512 to 65,536 tokens in a row, head sizes 64 and 128.')
@@ -598,6 +613,7 @@ def _bench_attention(shapes, lengths, device, picture, as_json):
       xtrain bench attention --shape 2,8192,16,8,128 --json
     """
     from xtrain import bench_attention as bench
+    from xtrain.files import folders_above
     _check_picture(picture)
     try: shapes = [tuple(int(n) for n in s.split(',')) for s in shapes]
     except ValueError: raise UserError('--shape takes whole numbers with commas between, such as 2,8192,16,8,128') from None
@@ -605,7 +621,8 @@ def _bench_attention(shapes, lengths, device, picture, as_json):
     _status('')
     if as_json: _print_json(r)
     else: click.echo(bench.table_attention(r))
-    if picture: click.echo(f'picture: {bench.picture_attention(r, picture)}', err=True)
+    if picture:
+        with folders_above(picture): click.echo(f'picture: {bench.picture_attention(r, picture)}', err=True)
 
 # %% ../nbs/41_cli.ipynb #07963db2
 @_bench.command('generate')

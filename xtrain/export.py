@@ -191,7 +191,7 @@ print(tok.decode(model.generate(**tok("Once", return_tensors="pt"), max_new_toke
 ```
 '''
 
-# %% ../nbs/31_export.ipynb #a505e32b
+# %% ../nbs/31_export.ipynb #9ae539ad
 def run_facts(
     run, # A run's directory
     step:int, # Of the checkpoint that is exported
@@ -201,7 +201,7 @@ def run_facts(
     from xtrain.recipe import saved_config
     from xtrain.train import read_metrics
     c = read_config(run)
-    t, d = asdict(saved_config(run)) if c.get('train') else {}, c.get('data') or {}
+    t, d = asdict(saved_config(run, c)) if c.get('train') else {}, c.get('data') or {}
     seen = [r for r in read_metrics(Path(run)/'metrics.jsonl') if r['step'] <= step and 'loss' in r and 'tokens' in r]
     rows = [('weights before step 0', f'imported from {_code(h["imported"])}') for h in c.get('history') or [] if 'imported' in h]
     if t:

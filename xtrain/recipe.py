@@ -82,7 +82,7 @@ class TrainConfig:
         own = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
         return ModelConfig(**{n: getattr(self, n) for n in own} | dict(vocab_size=vocab_size, max_seq_len=self.seq_len))
 
-# %% ../nbs/23_recipe.ipynb #8cc78fbf
+# %% ../nbs/23_recipe.ipynb #00015cd2
 _CHOICES = dict(schedule=('cosine', 'linear', 'wsd', 'constant'), device=('auto', 'cpu', 'cuda'), dtype=('auto', 'float32', 'bfloat16'), attention=('auto', 'composed', 'sdpa', 'flash'))
 _FROM_0 = {'warmup', 'eval_every', 'sample_every', 'save_every', 'keep', 'seed', 'min_lr', 'weight_decay', 'clip'}
 _NAMES = {'out', 'data', 'val_data', 'separator', 'text_key', 'tokenizer'}
@@ -101,7 +101,7 @@ def _why_bad(name, v):
     number = isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < 1e308
     if kind in (int, int|None):
         low = 0 if name in _FROM_0 else 1
-        return None if number and isinstance(v, int) and low <= v < 2**63 else f'a whole number from {low}' + (' to 2**63-1' if number and v > low else '')
+        return None if number and isinstance(v, int) and low <= v < 2**63 else f'a whole number from {low}' + (' to 2**63-1' if number and v >= 2**63 else '')
     if kind in (float, float|None):
         if name in ('beta1', 'beta2'): return None if number and 0 <= v < 1 else 'a number from 0 to below 1'
         return None if number and (v > 0 or v == 0 and name in _FROM_0) else 'a number from 0' if name in _FROM_0 else 'a number above 0'
@@ -151,7 +151,7 @@ def changes(
         out.append((f.name, a, b, 'the order of the data changes from here on' if order else ''))
     return out
 
-# %% ../nbs/23_recipe.ipynb #3575b382
+# %% ../nbs/23_recipe.ipynb #f8f041d9
 def make_config(
     preset:str|None=None, # A name in `PRESETS`
     resume=None, # A run directory to go on with
@@ -164,18 +164,20 @@ def make_config(
     if preset is not None and preset not in PRESETS: raise UserError(f'--preset must be one of {", ".join(PRESETS)}, got {preset!r}')
     if resume is None: return TrainConfig(**PRESETS[preset][1] | given if preset else given)
     if preset is not None: raise UserError('--preset and --resume do not go together: the run has its recipe already')
-    old = saved_config(resume)
-    if not read_config(resume).get('train'): # Foreign weights
+    config = read_config(resume)
+    old = saved_config(resume, config)
+    if not config.get('train'): # Foreign weights
         if 'data' not in given: raise UserError(f'{resume} holds weights that were trained elsewhere: say what they shall learn from, with --data SOURCE; without --lr the learning rate is {old.lr:g}')
         changes(old, replace(old, **{k: v for k,v in given.items() if k in _ARCH}))
     return replace(old, **given | dict(out=str(resume), resume=True))
 
 def saved_config(
     run_dir, # A run directory
+    config:dict|None=None, # Its config.json, if it has been read
 )->TrainConfig:
     "The recipe a run was last trained with"
     from xtrain.checkpoint import read_config, run_model
-    c, names = read_config(run_dir), {f.name for f in fields(TrainConfig)}
+    c, names = config or read_config(run_dir), {f.name for f in fields(TrainConfig)}
     run_model(run_dir, c) # Refuses what is no architecture
     arch = {k: v for k,v in c['model'].items() if k in names}
     saved = {k: v for k,v in c.get('train', {}).items() if k in names}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['accumulate', 'make_optimizer', 'evaluate', 'tokens_hash', 'Err', 'tell', 'Stop', 'Log', 'read_metrics', 'plot_loss',
-           'pick_device', 'pick_dtype', 'machine', 'check_memory', 'deterministic', 'run_directory', 'get_tokenizer',
-           'check_sources', 'get_data', 'TrainResult', 'train', 'sample_text', 'summary']
+           'pick_device', 'pick_dtype', 'surroundings', 'check_memory', 'deterministic', 'run_directory',
+           'get_tokenizer', 'check_sources', 'get_data', 'TrainResult', 'train', 'sample_text', 'summary']
 
 # %% ../nbs/23_train.ipynb #6fbbb3ca
 import hashlib, json, math, os, platform, shlex, shutil, signal, sys, tempfile, threading, time
@@ -206,7 +206,7 @@ def plot_loss(
     write_atomic(Path(run_dir)/'loss.png', buf.getvalue())
     return Path(run_dir)/'loss.png'
 
-# %% ../nbs/23_train.ipynb #580f7476
+# %% ../nbs/23_train.ipynb #8a18ebba
 def pick_device(
     name:str, # `auto`, `cpu` or `cuda`
 )->torch.device:
@@ -223,7 +223,7 @@ def pick_dtype(
     "`auto` is bfloat16 on a GPU, float32 on a CPU"
     return getattr(torch, name) if name != 'auto' else torch.bfloat16 if device.type == 'cuda' else torch.float32
 
-def machine(
+def surroundings(
     device:torch.device, # Where it computes
 )->dict:
     "What the bits of a run depend on besides recipe, data and tokenizer"
@@ -367,7 +367,7 @@ class TrainResult:
     best_step:int|None = None # Where it was
     def to_dict(self)->dict: return asdict(self)
 
-# %% ../nbs/23_train.ipynb #edabfde4
+# %% ../nbs/23_train.ipynb #99b6b5b1
 def train(
     cfg:TrainConfig, # The recipe
     show:str='auto', # Progress on stderr: `bar`, `lines`, `nothing`; `auto` is a bar on a terminal
@@ -381,7 +381,7 @@ def train(
 
         # ---- text and model ------------------------------------------------------------------
         saved = read_config(out) if cfg.resume else {}
-        diff = changes(saved_config(out), cfg) if saved.get('train') else []
+        diff = changes(saved_config(out, saved), cfg) if saved.get('train') else []
         check_memory(ModelConfig.from_dict(saved['model']) if saved else cfg.model_config(cfg.vocab_size), cfg, device)
         check_sources(cfg, saved.get('data', {}))
         tok = get_tokenizer(cfg, out, say)
@@ -414,7 +414,7 @@ def train(
         elif any('imported' in h for h in saved.get('history', [])): raise UserError(f'{out} began with imported weights, and none of its checkpoints is left; import them again, into a new run')
         elif cfg.resume: say('resume: no checkpoint yet, from the start')
         for name, a, b, note in diff: say(f'changed: {flag(name)} {a} -> {b}' + (f' ({note})' if note else ''))
-        here = machine(device)
+        here = surroundings(device)
         for n,b in here.items():
             if (a := saved.get('machine', {}).get(n, b)) != b: say(f'changed: {n} {a} -> {b} (the last bits may differ from here on)')
         history = saved.get('history', []) + ([dict(step=start) | {n: [a, b] for n,a,b,_ in diff}] if diff else [])
@@ -465,7 +465,7 @@ def train(
         r = TrainResult(str(out), done, cfg.steps, log.last.get('loss'), val, info['floor'], model.num_params(), log.tokens, round(log.speed, 1), round(time.perf_counter()-began, 1), 128+stop.signal if stop else 0,
             best and best['val_loss'], best and best['step'])
         if stop: say(f'stopped at step {done} of {cfg.steps}, saved; go on with: xtrain train --resume --out {shlex.quote(str(out))}')
-        elif start >= cfg.steps: say(f'{out} has all its {cfg.steps} steps already; give it more with --steps')
+        elif start >= cfg.steps: say(f'{out} is at step {start} already; to go on, give --steps a number above it')
         else: say(summary(r))
         return r
 
