@@ -229,6 +229,9 @@ def test_weights_of_another_checkpoint(models, tok):
     with torch.no_grad(): other.blocks[1].wq.add_(.01)
     r = run(tok, other, d, engines=['transformers-f32'], max_tokens=2)
     assert r.checks['weights']['faults'] == ['blocks.1.wq is not what the run has'] and r.verdict == 'structural'
+    for p in other.parameters(): p.data.mul_(1.01) # trained on, and not exported again: one line that says so
+    r = run(tok, other, d, engines=['transformers-f32'], max_tokens=2)
+    assert len(r.checks['weights']['faults']) == 1 and 'seems to be of another checkpoint' in V.show(r) and '--overwrite' in V.show(r)
 
 def test_another_tokenizer(models, tok, tmp_path):
     "Same ids, other text: the file and what AutoTokenizer makes of it are both compared"

@@ -588,7 +588,9 @@ def _stored(dir):
 def _weight_faults(ref, dir):
     from xtrain.hf import import_model
     got, want = import_model(dir).params(), ref.f32.params()
-    return [f'{n} is not what the run has' for n,p in want.items() if n not in got or not torch.equal(p, got[n])]
+    bad = [n for n,p in want.items() if n not in got or not torch.equal(p, got[n])]
+    if len(bad) > len(want)/2: return [f'{len(bad)} of {len(want)} tensors are not what the run has, so {dir} seems to be of another checkpoint: `xtrain export RUN {dir} --overwrite` makes it anew, and an older one is verified as RUN/checkpoints/step-...']
+    return [f'{n} is not what the run has' for n in bad]
 
 def _tokenizer_faults(tokenizer, dir):
     if tokenizer is None: return []
