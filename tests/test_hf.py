@@ -403,6 +403,7 @@ def test_only_an_export_is_ever_replaced(d, tok, tmp_path):
         (d/name).rmdir() if (d/name).is_dir() else (d/name).unlink()
     (d/'README.md').unlink(); (d/'README.md').mkdir(); assert "holds 'README.md'" in refusal(export_hf, make(), tok, d, overwrite=True)
     (d/'README.md').rmdir(); (d/'README.md').write_text('a card')
+    (d/'verify.png').touch() # By `xtrain verify DIR OTHER`
     export_hf(make(), tok, d, overwrite=True)
     (tmp_path/'empty').mkdir(); export_hf(make(), tok, tmp_path/'empty')
 

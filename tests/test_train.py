@@ -315,6 +315,9 @@ def test_resume_alone_takes_the_saved_recipe(straight, tmp_path):
     quiet(c)
     assert losses(out) == losses(straight.out)
     assert quiet(make_config(resume=out)).step == 12 # Nothing left to do is no error
+    before = digest(out)
+    with pytest.raises(UserError, match='--steps 5 is behind the run: .* is of step 12'): quiet(make_config(resume=out, steps=5))
+    assert digest(out) == before
 
 def test_a_damaged_newest_checkpoint_costs_only_its_steps(straight, tmp_path, capfd):
     out = at(straight.out, tmp_path/'run', 9)
@@ -527,6 +530,14 @@ def test_sources_are_looked_at_before_a_tokenizer_is_learnt(cfg, monkeypatch):
     for kw in (dict(data='no.txt'), dict(val_data='no.txt')):
         with pytest.raises(UserError, match='no.txt: no such file'): quiet(replace(cfg, **kw))
     with pytest.raises(UserError, match='--separator must be .* unset'): replace(cfg, separator='')
+
+def test_a_file_that_is_no_txt_is_named(cfg, tmp_path, capfd):
+    "A .json of rows would be read with its brackets and quotes: nothing is wrong with that if it is meant"
+    for n in 'ab': (tmp_path/f'{n}.json').write_text(Path(cfg.data).read_text())
+    for data, line in ((cfg.data, ''), ('a.json', 'a.json: read as plain text'), ('[ab].json', 'a.json and 1 more: read as plain text')):
+        train(replace(cfg, data=str(tmp_path/data), out=str(tmp_path/'run'), steps=1), show='lines'); shutil.rmtree(tmp_path/'run')
+        err = capfd.readouterr().err
+        assert line in err and err.count('read as plain text') == bool(line)
 
 def test_a_tokenizer_is_learnt_from_the_beginning_of_a_large_file(cfg, tmp_path, monkeypatch):
     "A file without a separator is one document; it may be larger than memory"

@@ -6,9 +6,9 @@
 __all__ = ['POSITIVE', 'COUNT', 'ABOVE_0', 'PLACE', 'main', 'PROMPT', 'DEVICE', 'JSON', 'Terminated', 'explain', 'App', 'Num',
            'Place', 'Whole']
 
-# %% ../nbs/41_cli.ipynb #038f4a1c
+# %% ../nbs/41_cli.ipynb #63bce978
 import errno, json, math, os, re, shlex, sys, threading, warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 import click
 from . import __version__
 from .config import UserError
@@ -60,7 +60,7 @@ def _drop_stdout():
     try: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError): pass
 
-# %% ../nbs/41_cli.ipynb #9d316249
+# %% ../nbs/41_cli.ipynb #f937c7ea
 @contextmanager
 def _told():
     "SIGTERM and SIGHUP end a command as Ctrl-C does, so that what is half written goes away"
@@ -95,6 +95,9 @@ class App(click.Group):
             except BrokenPipeError:
                 _drop_stdout()
                 code = 141
+            except getattr(click.exceptions, 'NoArgsIsHelpError', ()) as e: # Since click 8.2 an error: what `xtrain` alone shows
+                with suppress(OSError): e.show()
+                code = e.exit_code
             except Exception as e:
                 if isinstance(e, OSError): _drop_stdout()
                 if self.debug and not isinstance(e, click.ClickException): raise
@@ -224,7 +227,7 @@ def _train_from(init, out, train):
             if not read_config(out)['train']: shutil.rmtree(out)
             raise
 
-# %% ../nbs/41_cli.ipynb #167f4ce3
+# %% ../nbs/41_cli.ipynb #b4ae415d
 @main.command('train', cls=_Sections)
 @_options('Run',
     _o('--out', metavar='RUN', help='Run directory to write.'),
@@ -299,6 +302,7 @@ def _train(ctx, preset, init, resume, as_json, **given):
     if resume and 'out' not in given: raise click.UsageError('--resume needs --out: which run?', ctx)
     if init and (resume or preset): raise click.UsageError('--init begins a run, --resume goes on with one: give one of them' if resume else '--preset and --init do not go together: the architecture is that of --init', ctx)
     if init and (need := [n for n in ('out', 'data') if n not in given]): raise click.UsageError(f'--init needs --{need[0]}: {dict(out="where shall the new run be?", data="what shall it learn from?")[need[0]]}', ctx)
+    if not (resume or init) and 'vocab_size' in given and given.get('tokenizer', 'train') != 'train': raise click.UsageError('--vocab-size is of a tokenizer that is trained; that of a --tokenizer FILE is what it is', ctx)
     out = given.pop('out') if resume or init else None
     from xtrain.train import train as run
     if init: r = _train_from(init, out, lambda: run(make_config(preset, out, **given)))
@@ -391,7 +395,7 @@ def _generate(model, prompts, file, batch_size, max_tokens, stop, chat, system, 
             elif file is not None: put(json.dumps(rows.pop()) + '\n')
     if as_json and file is None: _print_json(rows if len(rows) > 1 else rows[0])
 
-# %% ../nbs/41_cli.ipynb #31a4818e
+# %% ../nbs/41_cli.ipynb #efa9b87b
 @main.command('logits')
 @click.argument('model', type=PLACE, metavar='RUN|DIR')
 @PROMPT
@@ -406,10 +410,10 @@ def _logits(model, prompt, top, device, as_json):
       xtrain logits runs/first --prompt "Once upon a time" --top 5
     """
     text = _prompt(prompt)
-    from xtrain.generate import logits_table, show_table
+    from xtrain.generate import check_prompt, logits_table, show_table
     from xtrain.hf import load_any
     m, tok = load_any(model, device=_device(device))
-    ids = tok.encode(text)
+    ids = check_prompt(m.cfg, tok.encode(text), 0, tok.stop_ids)
     rows = logits_table(m, tok, ids, top)
     if as_json: return _print_json(dict(prompt=text, prompt_ids=ids, top=rows))
     click.echo(f'prompt: {len(ids)} tokens {ids}\n{show_table(rows)}')

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SUFFIXES', 'CHUNK', 'STORIES', 'FORMAT', 'VAL_FRACTION', 'kind', 'find_files', 'bad_utf8', 'utf8_chunks',
-           'text_pieces', 'jsonl_texts', 'parquet_texts', 'parse_stories', 'parse_hf', 'hf_texts', 'read_pieces',
-           'read_documents', 'ShardWriter', 'fingerprint', 'is_held_out', 'can_cut', 'encode_into', 'prepare',
-           'reusable', 'not_tokens', 'hold_out_tail', 'TokenData', 'permute', 'Batches', 'eval_batches', 'held_out']
+           'text_pieces', 'jsonl_texts', 'parquet_texts', 'parse_stories', 'parse_hf', 'plain_files', 'hf_texts',
+           'read_pieces', 'read_documents', 'ShardWriter', 'fingerprint', 'is_held_out', 'can_cut', 'encode_into',
+           'prepare', 'reusable', 'not_tokens', 'hold_out_tail', 'TokenData', 'permute', 'Batches', 'eval_batches',
+           'held_out']
 
 # %% ../nbs/21_data.ipynb #dd505f35
 import codecs, glob, gzip, hashlib, io, json, os, re, zlib
@@ -139,7 +140,7 @@ def parquet_texts(path:Path, key:str)->Iterator[str]:
     except UnicodeDecodeError as e: raise UserError(f'{path}: {key!r} near row {n} is not UTF-8: {e.reason}') from None
     except (pa.ArrowException, OSError) as e: raise UserError(f'{path}: cannot read it as Parquet: {" ".join(str(e).split())}') from None
 
-# %% ../nbs/21_data.ipynb #4db82707
+# %% ../nbs/21_data.ipynb #83084a39
 STORIES = 30_000 # Documents of the source `stories`
 
 def parse_stories(source)->tuple[int,int]|None:
@@ -152,6 +153,10 @@ def parse_hf(source:str)->tuple:
     m = re.fullmatch(r'hf:([^:@]+)(?:@([^:]+))?(?::([^:\[\]]+)(?:\[:(\d+)\])?)?', source)
     if not m: raise UserError(f'{source}: write hf:NAME or hf:NAME:SPLIT, with @CONFIG behind the name or [:N] behind the split if need be')
     return m[1], m[2], m[3] or 'train', m[4] and int(m[4])
+
+def plain_files(source)->list[Path]:
+    "Files of a source that are taken for plain text though their names do not say so"
+    return [] if parse_stories(source) or str(source).startswith('hf:') else [p for p in find_files(source) if kind(p) is None]
 
 def hf_texts(source:str, key:str)->Iterator[str]:
     "The strings of the column `key` of a dataset, as a stream"

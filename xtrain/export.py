@@ -132,8 +132,8 @@ def check_vocab(cfg:ModelConfig, tokenizer, stop:list[int])->list[str]: # Notes
     notes = [] if stop else ['the tokenizer has no end-of-text token: eos is null in every file, generation runs to its limit']
     return notes + ([f'{cfg.vocab_size-n} of {cfg.vocab_size} rows have no token; engines may pick them, they decode to nothing'] if n < cfg.vocab_size else [])
 
-# %% ../nbs/31_export.ipynb #a96759ee
-_OURS = r'(config|generation_config|tokenizer|tokenizer_config)\.json|README\.md|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json'
+# %% ../nbs/31_export.ipynb #cbc95b29
+_OURS = r'(config|generation_config|tokenizer|tokenizer_config)\.json|README\.md|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|verify\.png' # The last by `xtrain verify DIR …`
 
 # %% ../nbs/31_export.ipynb #99806d13
 def _foreign(to): return others(to, _OURS, 'an export')

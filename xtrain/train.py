@@ -316,7 +316,7 @@ def get_tokenizer(
     say(f'tokenizer: {tok.vocab_size:,} ids, ' + ('learnt from the data' if cfg.tokenizer == 'train' else cfg.tokenizer))
     return tok
 
-# %% ../nbs/23_train.ipynb #d8033013
+# %% ../nbs/23_train.ipynb #29659075
 def check_sources(
     cfg:TrainConfig, # Its `data` and `val_data`
     saved:dict, # `data` of the run's config.json; empty for a new run
@@ -334,7 +334,9 @@ def get_data(
     say, # Takes a line
 )->tuple: # `(Batches, list of held-out batches, what config.json says of the data)`
     "Token shards, in batches that are a function of the step, and the held-out tokens"
-    from xtrain.data import Batches, TokenData, eval_batches, prepare
+    from xtrain.data import SUFFIXES, Batches, TokenData, eval_batches, plain_files, prepare
+    for s in (cfg.data, cfg.val_data):
+        if s and (odd := plain_files(s)): say(f'{odd[0]}{f" and {len(odd)-1} more" if odd[1:] else ""}: read as plain text, no name of {", ".join(SUFFIXES)}')
     meta = prepare(cfg.data, tok, out/'data', seq_len=cfg.seq_len, val_source=cfg.val_data, separator=cfg.separator, text_key=cfg.text_key, log=say)
     train, val = TokenData(out/'data', 'train'), TokenData(out/'data', 'val')
     batches = Batches(train, cfg.seq_len, cfg.rows, cfg.seed)
@@ -367,7 +369,7 @@ class TrainResult:
     best_step:int|None = None # Where it was
     def to_dict(self)->dict: return asdict(self)
 
-# %% ../nbs/23_train.ipynb #99b6b5b1
+# %% ../nbs/23_train.ipynb #57fc07ac
 def train(
     cfg:TrainConfig, # The recipe
     show:str='auto', # Progress on stderr: `bar`, `lines`, `nothing`; `auto` is a bar on a terminal
@@ -403,7 +405,8 @@ def train(
         mark = tokens_hash(held) if cfg.keep_best else None
         if path:
             s = load_checkpoint(path, model, opt)
-            start, tokens, best, kept = s['step'], s['state'].get('tokens', 0), s['state'].get('best') if cfg.keep_best else None, checkpoints(out)
+            if (start := s['step']) > cfg.steps: raise UserError(f'--steps {cfg.steps} is behind the run: {path} is of step {start}')
+            tokens, best, kept = s['state'].get('tokens', 0), s['state'].get('best') if cfg.keep_best else None, checkpoints(out)
             if best and (best['step'] not in kept or check_checkpoint(kept[best['step']])): best = None
             if best and best.get('held_out') != mark: # Other settings score other tokens, and losses of the two cannot be compared
                 load_checkpoint(kept[best['step']], model)
