@@ -357,6 +357,19 @@ def test_decoding(D):
         assert torch.equal(o, whole) and torch.equal(o[-1:], flash_attention(q[-1:], *(t[-1:] for t in cache), pad=None if pad is None else pad[-1:]))
 
 
+@pytest.mark.parametrize('B,S,H,K,D', [(70, 300, 4, 2, 64), (64, 512, 16, 8, 128), (64, 500, 64, 8, 128), (40, 1000, 8, 8, 96), (33, 4096, 8, 4, 32), (100, 515, 16, 1, 72), (300, 200, 4, 1, 256), (8, 9000, 8, 8, 128)])
+def test_many_rows_on_caches_have_the_bits_of_one(B, S, H, K, D):
+    "Where there are rows enough, a block takes several pieces of a cache, or all of them, and joins them itself: in the same order, so a row alone has the same bits"
+    torch.manual_seed(B)
+    q, k, v = (torch.randn(B, h, n, D, device='cuda', dtype=BF16) for h, n in ((H, 1), (K, S), (K, S)))
+    for pad in (None, torch.randint(0, S+1, (B,), device='cuda')):
+        o, L = flash_attention(q, k, v, pad=pad, lse=True)
+        assert err(o, attention_ref(q.double(), k.double(), v.double(), causal_mask(1, S, pad, 'cuda'))) < 5e-3
+        for i in (0, 1, B//2, B-1):
+            a, b = flash_attention(*(t[i:i+1] for t in (q, k, v)), pad=None if pad is None else pad[i:i+1], lse=True)
+            assert torch.equal(o[i:i+1], a) and torch.equal(L[i:i+1], b), (i, pad is None)
+
+
 def test_auto_takes_it_where_it_is_the_fastest():
     from xtrain.ops.attention import attention, fastest_path
     hopper, card = torch.cuda.get_device_capability()[0] == 9, torch.device('cuda')
