@@ -78,7 +78,7 @@ def cross_entropy_grad(
     y = soft_cap(acc(logits), softcap) if softcap else logits
     p = y.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     if z_loss: p.mul_(1 + 2*z_loss*acc(y).logsumexp(-1, keepdim=True))
-    p.scatter_add_(-1, targets.where(scored, 0)[..., None], -torch.ones_like(g, dtype=p.dtype)).mul_(g)
+    p.mul_(g).scatter_add_(-1, targets.where(scored, 0)[..., None], -g.to(p.dtype))     # in this order the target's element, the largest, is rounded once less
     if softcap: p.mul_(1 - (y/softcap).square())
     return p.masked_fill_(~scored[..., None], 0).to(logits.dtype)
 
@@ -253,10 +253,10 @@ def loss_and_grads(
     if not h.is_cpu: return _on_gpu(h, w, targets, ignore_index, need_dh, need_dw, weight, z_loss, softcap, scored)
     rows = scored.nonzero()[:, 0]
     x, t, r = (h, targets, weight) if len(rows) == N else (h[rows], targets[rows], None if weight is None else weight[rows])
-    dx = torch.empty_like(x) if need_dh else h.new_empty(0)
+    dx = torch.empty_like(x, dtype=f) if need_dh else h.new_empty(0, dtype=f)
     dw = torch.zeros_like(w, dtype=f) if need_dw else w.new_empty(0, dtype=f)
     l = _walk(x, w, t, dx, dw, need_dh, need_dw, r, z_loss, softcap)
-    dh = dx if len(x) == N or not need_dh else torch.zeros_like(h).index_copy_(0, rows, dx)
+    dh = dx if len(x) == N or not need_dh else torch.zeros_like(h, dtype=f).index_copy_(0, rows, dx)
     return l.sum(), l.new_tensor(float(max(len(x), 1))) if weight is None else total_weight(scored, weight), dh, dw
 
 def _walk(x, w, t, dx, dw, need_dh, need_dw, r, z_loss, softcap):
@@ -266,6 +266,7 @@ def _walk(x, w, t, dx, dw, need_dh, need_dw, r, z_loss, softcap):
     k = torch.arange(-(-len(x)//n), device=x.device)
     l, z_buf = x.new_empty(len(x), dtype=f), x.new_empty(len(k), V, dtype=f)
     p_buf = x.new_empty(len(k), V) if low else z_buf
+    wa = acc(w) if need_dh else w
     y_buf = torch.empty_like(z_buf) if softcap else None
     i = 0
     for x_c, t_c in zip(x.tensor_split(n), t.tensor_split(n)):
@@ -286,13 +287,8 @@ def _walk(x, w, t, dx, dw, need_dh, need_dw, r, z_loss, softcap):
         if softcap: z.mul_(slope)
         if r is not None: s = s/r[out]
         s = s[:, None]
-        if low: # p is what the next products read, in the dtype of `h`
-            torch.div(z, s, out=p)
-            if need_dh: torch.mm(p, w.t(), out=dx[out])
-            if need_dw: dw.addmm_((acc(x_c)/s).t(), z)
-        else:   # divide last
-            if need_dh: torch.mm(z, w.t(), out=dx[out]).div_(s)
-            if need_dw: dw.addmm_((x_c/s).t(), z)
+        if need_dh: torch.mm(z, wa.t(), out=dx[out]).div_(s) # divide last
+        if need_dw: dw.addmm_((acc(x_c)/s).t(), z)
     return l
 
 # %% ../../nbs/08_cross_entropy.ipynb #11edfd00
@@ -354,8 +350,7 @@ def _rows_by_torch(z, t, ignore_index, scored, r, z_loss, softcap, both):
 @loss_and_grads.register_fake
 def _(h, w, targets, ignore_index, need_dh, need_dw, weight=None, z_loss=0., softcap=0.):
     f = torch.promote_types(h.dtype, torch.float32)
-    g = h.dtype if h.device.type == 'cpu' else f
-    return (h.new_empty((), dtype=f), h.new_empty((), dtype=f), torch.empty_like(h, dtype=g) if need_dh else h.new_empty(0, dtype=g),
+    return (h.new_empty((), dtype=f), h.new_empty((), dtype=f), torch.empty_like(h, dtype=f) if need_dh else h.new_empty(0, dtype=f),
             torch.empty_like(w, dtype=f) if need_dw else w.new_empty(0, dtype=f))
 
 # %% ../../nbs/08_cross_entropy.ipynb #70386313
