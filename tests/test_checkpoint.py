@@ -345,7 +345,7 @@ def test_a_damaged_config_is_said_in_a_line(tmp_path, key, v):
     (run/'config.json').write_text(json.dumps(c))
     for f in (open_weights, load_run, lambda r: make_config(resume=r, data='stories')):
         if f is load_run and key == 'train' and isinstance(v, dict): continue # A recipe is none of its business
-        with pytest.raises(UserError): f(run)
+        with pytest.raises(UserError, match='config.json'): f(run)
 
 # ---- kill -9 ------------------------------------------------------------------------------------------------
 

@@ -341,6 +341,7 @@ def test_data_may_move(straight, text, tmp_path, capfd):
     train(again(straight, out=str(out), data=there), show='lines')
     assert f'changed: --data {text} -> {there}' in capfd.readouterr().err
     assert digest(out/'checkpoints') == digest(Path(straight.out)/'checkpoints')
+    with pytest.raises(UserError, match='gone.jsonl: no such file or directory; the run began with it, so say by --data where'): quiet(again(straight, out=str(out), data=str(tmp_path/'gone.jsonl')))
 
 def test_imported_weights_that_are_gone(cfg, tmp_path):
     "A run that began with somebody's weights never begins anew with random ones"
@@ -538,6 +539,11 @@ def test_a_file_that_is_no_txt_is_named(cfg, tmp_path, capfd):
         train(replace(cfg, data=str(tmp_path/data), out=str(tmp_path/'run'), steps=1), show='lines'); shutil.rmtree(tmp_path/'run')
         err = capfd.readouterr().err
         assert line in err and err.count('read as plain text') == bool(line)
+
+def test_a_text_that_gives_a_smaller_tokenizer(cfg):
+    said = []
+    for n in (300, 50_000): T.get_tokenizer(replace(cfg, vocab_size=n), Path(cfg.out), said.append)
+    assert said[0] == 'tokenizer: 300 ids, learnt from the data' and said[1].endswith('ids, learnt from the data, which give no more of the 50,000')
 
 def test_a_tokenizer_is_learnt_from_the_beginning_of_a_large_file(cfg, tmp_path, monkeypatch):
     "A file without a separator is one document; it may be larger than memory"

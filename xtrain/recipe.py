@@ -151,7 +151,7 @@ def changes(
         out.append((f.name, a, b, 'the order of the data changes from here on' if order else ''))
     return out
 
-# %% ../nbs/23_recipe.ipynb #f8f041d9
+# %% ../nbs/23_recipe.ipynb #5edfe3ba
 def make_config(
     preset:str|None=None, # A name in `PRESETS`
     resume=None, # A run directory to go on with
@@ -182,4 +182,5 @@ def saved_config(
     arch = {k: v for k,v in c['model'].items() if k in names}
     saved = {k: v for k,v in c.get('train', {}).items() if k in names}
     if not saved: saved = dict(tokenizer=str(Path(run_dir)/'tokenizer.json'), seq_len=min(TrainConfig.seq_len, c['model']['max_seq_len']), lr=5e-5) # A rate that keeps what they know
-    return TrainConfig(**arch | saved | dict(vocab_size=arch['vocab_size']))
+    try: return TrainConfig(**arch | saved | dict(vocab_size=arch['vocab_size']))
+    except UserError as e: raise UserError(f'{Path(run_dir)/"config.json"}: {e}') from None

@@ -289,7 +289,7 @@ def run_directory(
             finally:
                 if created and not (out/'config.json').exists(): shutil.rmtree(out, ignore_errors=True)
 
-# %% ../nbs/23_train.ipynb #a596582f
+# %% ../nbs/23_train.ipynb #ae675b89
 _LEARN = dict(stories=2_000_000) # Characters a tokenizer is learnt from, by source
 
 def get_tokenizer(
@@ -313,10 +313,10 @@ def get_tokenizer(
                 yield t
                 if (limit := limit-len(t)) <= 0: return
         tok = Tokenizer.train(some(_LEARN.get(cfg.data.split(':')[0], 50_000_000)), cfg.vocab_size)
-    say(f'tokenizer: {tok.vocab_size:,} ids, ' + ('learnt from the data' if cfg.tokenizer == 'train' else cfg.tokenizer))
+    say(f'tokenizer: {tok.vocab_size:,} ids, ' + (cfg.tokenizer if cfg.tokenizer != 'train' else 'learnt from the data' + (f', which give no more of the {cfg.vocab_size:,}' if tok.vocab_size < cfg.vocab_size else '')))
     return tok
 
-# %% ../nbs/23_train.ipynb #29659075
+# %% ../nbs/23_train.ipynb #7f4b34a7
 def check_sources(
     cfg:TrainConfig, # Its `data` and `val_data`
     saved:dict, # `data` of the run's config.json; empty for a new run
@@ -324,7 +324,8 @@ def check_sources(
     "Is there something to read, and is it what the run began with?"
     from xtrain.data import fingerprint
     for name in ('data', 'val_data'):
-        now, then = getattr(cfg, name) and fingerprint(getattr(cfg, name), cfg.separator, cfg.text_key), saved.get(name)
+        try: now, then = getattr(cfg, name) and fingerprint(getattr(cfg, name), cfg.separator, cfg.text_key), saved.get(name)
+        except UserError as e: raise UserError(f'{e}; the run began with it, so say by {flag(name)} where it is now' if name in saved else str(e)) from None
         if name in saved and json.loads(json.dumps(now)) != then: raise UserError(f'{flag(name)} {getattr(cfg, name)} is not what the run began with: {_brief(then)} then, {_brief(now)} now; a run keeps its data')
 
 def get_data(
