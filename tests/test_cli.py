@@ -116,6 +116,8 @@ def test_logits(home):
     assert len(re.findall(r'(?m)^ +\d+ ', text)) == 3 and repr(d['top'][0]['token']) in text and f'{d["top"][0]["logit"]:.4f}' in text
     g = json.loads(call('generate', home/'hf', '--prompt', 'One day', '--max-tokens', 1, '--json').stdout)
     assert g['ids'] == [d['top'][0]['id']]
+    g, d = (json.loads(call(c, home/'hf', '--prompt', '', '--json').stdout) for c in ('generate', 'logits'))
+    assert g['prompt_ids'] == d['prompt_ids'] and len(d['prompt_ids']) == 1 # What an empty prompt begins with
 
 def test_export(home, tmp_path):
     r = json.loads((home/'export.json').read_text())
@@ -188,6 +190,7 @@ def test_doctor():
     (['train', '--schedule', 'cosin'], ['cosin', 'cosine', 'linear']),
     (['train', '--dtype', 'int8'], ['int8', 'bfloat16']),
     (['train', '--resume'], ['--out']),
+    (['train', '--tokenizer', 'a.json', '--vocab-size', '999', '--out', 'out'], ['--vocab-size', '--tokenizer FILE']),
     (['train', '--init', '', '--data', 'stories', '--out', 'out'], ['--init', 'is empty']),
     (['export', '', 'x'], ['RUN|DIR', 'is empty']),
     (['export', 'x', ''], ['DIR', 'is empty']),
@@ -229,6 +232,8 @@ def test_wrong_usage(args, parts, tmp_path, monkeypatch):
     (['train', '--preset', 'nope', '--out', 'out'], ['nope', 'stories', 't15']),
     (['train', '--kv-heads', '3', '--out', 'out'], ['3', '8']),
     (['train', '--head-dim', '7', '--out', 'out'], ['head_dim', '7']),
+    (['train', '--eps', '1e-50', '--out', 'out'], ['eps', 'float32']),
+    (['train', '--rope-theta', '1e300', '--out', 'out'], ['rope_theta', 'float32']),
     (['train', '--vocab-size', '100', '--out', 'out'], ['100', '257']),
     (['train', '--resume', '--out', 'nowhere'], ['nowhere']),
     (['train', '--device', 'cuda', '--out', 'out'], ['cuda']),
@@ -469,6 +474,18 @@ def test_choices_are_those_of_the_recipe():
         if isinstance(p.type, click.Choice):
             for c in p.type.choices: TrainConfig(**{p.name: c})
             with pytest.raises(UserError): TrainConfig(**{p.name: 'nope'})
+
+@pytest.mark.parametrize('args', [[], ['bench']], ids=['xtrain', 'xtrain bench'])
+def test_without_a_command_there_is_help(args):
+    "As written, not as one line that ends in `see --help`"
+    r = call(*args)
+    assert r.exit_code == 2 and r.stderr == call(*args, '--help').stdout and not r.stdout
+
+def test_python_m(tmp_path):
+    "The same command by the name of the package, for whoever has no script on PATH"
+    run = lambda *a: subprocess.run([sys.executable, '-m', 'xtrain', *a], cwd=tmp_path, capture_output=True, text=True)
+    assert run('--version').stdout == call('--version').stdout
+    one_line(run('generat'), "'generate'", 'xtrain --help', code=2)
 
 def test_version():
     import xtrain
