@@ -451,7 +451,9 @@ def test_help(name):
     assert 'Example' in text and f'xtrain {name}' in text
     for p in cmd.params:
         if isinstance(p, click.Option): assert p.help and p.opts[0] in text, p
-    example = [l.strip() for l in text.splitlines() if l.startswith('    xtrain') or l.startswith('    echo')]
+    for path in [[name, s] for s in getattr(cmd, 'commands', {})] or [[name]]:
+        assert [l for l in CliRunner(env=dict(COLUMNS='100')).invoke(cli.main, [*path, '--help']).stdout.splitlines() if len(l) > 100] == []
+    example = [l.strip() for l in text.replace('\\\n', '').splitlines() if l.startswith('    xtrain') or l.startswith('    echo')]
     assert example
     for l in example: # every example parses
         import shlex

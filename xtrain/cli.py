@@ -227,7 +227,7 @@ def _train_from(init, out, train):
             if not read_config(out)['train']: shutil.rmtree(out)
             raise
 
-# %% ../nbs/41_cli.ipynb #b4ae415d
+# %% ../nbs/41_cli.ipynb #9b2ac390
 @main.command('train', cls=_Sections)
 @_options('Run',
     _o('--out', metavar='RUN', help='Run directory to write.'),
@@ -276,9 +276,9 @@ def _train_from(init, out, train):
     _o('--beta2', type=Num(0, 1, max_open=True), help="AdamW's memory of its square."),
     _o('--clip', type=Num(min=0), help='Longest gradient; 0 does not clip.'))
 @_options('Machine',
-    _o('--device', type=click.Choice(['auto', 'cpu', 'cuda']), help='Where to train.'),
-    _o('--dtype', type=click.Choice(['auto', 'float32', 'bfloat16']), help='What to compute in; the weights being trained stay float32.'),
-    _o('--attention', type=click.Choice(['auto', 'composed', 'sdpa', 'flash']), help="composed is the reference, sdpa torch's fused kernel, flash our own."),
+    _o('--device', type=click.Choice(['auto', 'cpu', 'cuda']), help='Where to train; auto is the GPU if there is one.'),
+    _o('--dtype', type=click.Choice(['auto', 'float32', 'bfloat16']), help='What to compute in; auto is bfloat16 on a GPU, float32 on a CPU. The weights being trained stay float32.'),
+    _o('--attention', type=click.Choice(['auto', 'composed', 'sdpa', 'flash']), help="composed is the reference, sdpa torch's fused kernel, flash our own; auto is the fastest that can, and says which."),
     _o('--recompute/--no-recompute', 'recompute', default=None, help='Compute activations again in the backward pass: less memory, more time.  [no]'))
 @click.pass_context
 def _train(ctx, preset, init, resume, as_json, **given):
@@ -498,7 +498,7 @@ def _import(dir, run, overwrite, as_json):
     if as_json: return _print_json(dict(run=run, params=cfg.num_params(), model=cfg.to_dict()))
     click.echo(f'{run}: {cfg.num_params():,} parameters, step 0; go on with: xtrain train --resume --out {shlex.quote(run)} --data SOURCE')
 
-# %% ../nbs/41_cli.ipynb #6a497da4
+# %% ../nbs/41_cli.ipynb #30306686
 @main.command('verify')
 @click.argument('run', type=PLACE, metavar='RUN')
 @click.argument('dir', type=PLACE, metavar='DIR')
@@ -518,19 +518,20 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     tokens; a bfloat16 engine may leave them only where two tokens are nearly tied. Log-probabilities and the KL
     divergence on held-out text are compared too, and the files' every field. The table goes into DIR's README.md.
 
-    \b
     Engines, each in a process of its own: transformers, llama.cpp, mlx-lm, mistralrs, vllm (with -f32 or -bf16
     for one of the two), ctranslate2, onnxruntime-genai, openvino-genai; and any program that takes a directory and
     a prompt and prints tokens (command:) or a table of logits (logits:). command-f32: allows no near-ties.
 
-    \b
     Exit status: 0 identical or near-tie, 1 structural (something is really different) or no verdict
     (one line on stderr says why), 2 wrong usage, 130 interrupted.
+
+    \b
     Examples:
       xtrain verify runs/first runs/first-hf
       xtrain verify runs/first runs/first-hf --engine transformers-f32 --selftest
       xtrain verify runs/first runs/first-hf --engine llama.cpp --engine mlx-lm=venvs/mlx
-      xtrain verify runs/first runs/first-hf --engine 'command:xserv-cli {dir} {prompt} --max-tokens {max_tokens}'
+      xtrain verify runs/first runs/first-hf \\
+        --engine 'command:xserv-cli {dir} {prompt} --max-tokens {max_tokens}'
       xtrain verify runs/first runs/first-hf --engine 'logits:dump-logits {dir} {prompt}'
     """
     from pathlib import Path
