@@ -712,6 +712,14 @@ def test_reading_text():
     assert P.printed_ids('[1, 2') is None and P.printed_ids('[]') == [] and P.printed_ids('5, 6', bare=True) == [5, 6]
     assert P.printed_logits('took 1.5 s\nversion 1.2.3') == {} # no id, no logit
 
+def test_our_own_commands_are_programs_too(models, tok):
+    "`xtrain logits` prints a probability beside each logit"
+    from xtrain.generate import logits_table, show_table
+    m, d = models['gqa']
+    rows = logits_table(m, tok, 'Once upon a time', 11)
+    got = P.printed_logits(show_table(rows))
+    assert [*got] == [r['id'] for r in rows] and list(got.values()) == [round(r['logit'], 4) for r in rows]
+
 @pytest.fixture
 def xserv(tmp_path, monkeypatch):
     "The specification's two programs on the PATH; tests/xserv.py plays them, in numpy alone"

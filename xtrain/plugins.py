@@ -319,11 +319,11 @@ def _next(s, before, decode, logits, but):
 def printed_logits(
     out:str, # What a program printed
 )->dict[int,float]: # Token id -> logit, or log-probability
-    "The longest block of rows with one whole number (after a rank, if there is one) and one with a decimal point"
+    "The longest block of rows with one whole number (after a rank, if there is one) and one with a decimal point that is no percentage"
     blocks = [[]]
     for line in out.splitlines():
         line = re.sub(r'"[^"]*"|\'[^\']*\'|`[^`]*`', ' ', line) # tokens may look like numbers
-        whole, real = re.findall(r'(?<![\w.+-])\d{1,9}(?![\w.])', line), re.findall(r'(?<![\w.])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?(?![\w.])', line)
+        whole, real = re.findall(r'(?<![\w.+-])\d{1,9}(?![\w.])', line), re.findall(r'(?<![\w.])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?(?![\w.%])', line)
         if whole and len(real) == 1: blocks[-1].append(([int(i) for i in whole], float(real[0])))
         else: blocks.append([])
     rows = max(blocks, key=len) # a line about tokens per second is not the table
