@@ -268,6 +268,11 @@ def test_unwritable_place(home, tmp_path):
     try: one_line(call('export', home/'run', tmp_path/'x'), str(tmp_path), 'permission')
     finally: tmp_path.chmod(0o700)
 
+def test_the_folder_is_gone(home, tmp_path):
+    (tmp_path/'gone').mkdir()
+    r = subprocess.run(['bash', '-c', f'rmdir ../gone; exec {sys.executable} -c "{CODE}" generate {home}/run --prompt x'], cwd=tmp_path/'gone', capture_output=True)
+    one_line(r, 'the folder that you stand in is gone')
+
 def test_target_without_parent(home, tmp_path):
     (tmp_path/'f').write_text('x')
     one_line(call('export', home/'run', tmp_path/'f'), 'file')

@@ -155,7 +155,7 @@ def _status(line):
     "A line that the next one overwrites, for people; nothing in a log file"
     if sys.stderr.isatty(): click.echo(f'\r\033[K{line}', nl=False, err=True)
 
-# %% ../nbs/41_cli.ipynb #b994f49a
+# %% ../nbs/41_cli.ipynb #7af4a362
 @click.group(cls=App, context_settings=dict(help_option_names=['-h', '--help'], max_content_width=100), invoke_without_command=False)
 @click.version_option(__version__, prog_name='xtrain')
 @click.option('--debug', is_flag=True, help='Show the traceback of an error (or set XTRAIN_DEBUG=1).')
@@ -174,6 +174,8 @@ def _main(ctx, debug):
     Every command explains itself: xtrain train --help
     """
     if debug: ctx.command.debug = True
+    try: os.getcwd()
+    except OSError: raise UserError('the folder that you stand in is gone; go to another one') from None # Libraries die of it without a word of why
 
 main = _main # what the installed script calls
 
