@@ -233,6 +233,9 @@ def test_none_or_none_whole(tmp_path):
     (tmp_path/'checkpoints/step-00000001').mkdir(parents=True); (tmp_path/'checkpoints/step-x').mkdir(); (tmp_path/'checkpoints/.step-00000009.0badcafe.xtrain-tmp').mkdir()
     assert list(checkpoints(tmp_path)) == [1]
     with pytest.raises(UserError, match='none of its 1 checkpoints is whole.*state.json is missing'): latest_checkpoint(tmp_path, lambda s: None)
+    (tmp_path/'checkpoints/step-00000002').mkdir(); (tmp_path/'checkpoints/step-00000002/state.json').write_text('{}'); said = []
+    with pytest.raises(UserError, match='none of its 2 checkpoints is whole; the newest: state.json is damaged'): latest_checkpoint(tmp_path, said.append)
+    assert len(said) == 1 and 'step-00000002: state.json is damaged; passed over for the one before' in said[0] # Before the last there is none
 
 def test_numbers_not_names_decide(tmp_path):
     m, opt = trained()

@@ -129,17 +129,19 @@ def _pickled(path):
     found = sorted(p.name for p in path.glob('*') if p.suffix in PICKLES)
     return f'{found[0]} is a pickle by its name; only safetensors is accepted' if found else None
 
-# %% ../nbs/22_checkpoint.ipynb #db4378be
+# %% ../nbs/22_checkpoint.ipynb #67ff4e28
 def latest_checkpoint(
     run_dir, # A run's directory
     say=_say, # Takes a line about each checkpoint that is passed over; stderr unless given
 )->Path|None: # The newest valid one, or None if there are none at all
     "Find the newest checkpoint whose contents are what was written, whatever the file times"
     found = checkpoints(run_dir)
+    wrong = []
     for p in found.values():
         if (why := check_checkpoint(p)) is None: return p
-        say(f'{p}: {why}; passed over for the one before')
-    if found: raise UserError(f'{run_dir}: none of its {len(found)} checkpoints is whole; the newest: {why}')
+        wrong.append(why)
+        if len(wrong) < len(found): say(f'{p}: {why}; passed over for the one before')
+    if found: raise UserError(f'{run_dir}: none of its {len(found)} checkpoints is whole; the newest: {wrong[0]}')
 
 # %% ../nbs/22_checkpoint.ipynb #98e59992
 def _compare(path, have, want):
