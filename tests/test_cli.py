@@ -191,6 +191,10 @@ def test_doctor():
     (['train', '--dtype', 'int8'], ['int8', 'bfloat16']),
     (['train', '--resume'], ['--out']),
     (['train', '--tokenizer', 'a.json', '--vocab-size', '999', '--out', 'out'], ['--vocab-size', '--tokenizer FILE']),
+    (['train', '--data', '', '--out', 'out'], ['--data', 'is empty']),
+    (['train', '--val-data', '', '--out', 'out'], ['--val-data', 'is empty']),
+    (['train', '--out', ''], ['--out', 'is empty']),
+    (['train', '--tokenizer', ''], ['--tokenizer', 'is empty']),
     (['train', '--init', '', '--data', 'stories', '--out', 'out'], ['--init', 'is empty']),
     (['export', '', 'x'], ['RUN|DIR', 'is empty']),
     (['export', 'x', ''], ['DIR', 'is empty']),
@@ -218,8 +222,6 @@ def test_wrong_usage(args, parts, tmp_path, monkeypatch):
     (['import', 'empty', 'out'], ['empty']),
     (['import', 'pickled', 'out'], ['safetensors']),
     (['verify', 'nowhere', 'empty'], ['empty']),
-    (['train', '--data', '', '--out', 'out'], ['--data']),
-    (['train', '--val-data', '', '--out', 'out'], ['--val-data']),
     (['train', '--data', 'nowhere.txt', '--out', 'out'], ['nowhere.txt']),
     (['train', '--data', 'empty', '--out', 'out'], ['empty']),
     (['train', '--data', 'none*.txt', '--out', 'out'], ['none*.txt']),
@@ -267,6 +269,14 @@ def test_unwritable_place(home, tmp_path):
     tmp_path.chmod(0o500)
     try: one_line(call('export', home/'run', tmp_path/'x'), str(tmp_path), 'permission')
     finally: tmp_path.chmod(0o700)
+
+def test_a_tilde_is_home(home, tmp_path, monkeypatch):
+    "bash opens it up at the beginning of a word only: `--out=~/run` made a folder named ~, which nobody should have to remove"
+    monkeypatch.setenv('HOME', str(tmp_path/'home')); (tmp_path/'here').mkdir(); monkeypatch.chdir(tmp_path/'here')
+    for args in (['export', home/'run', '~/hf'], ['generate', '~/hf', '--prompt', 'x', '--max-tokens', '1'], ['gguf', '~/hf', '~/m.gguf'], ['import', '~/hf', '~/run'], ['train', f'--data={home}/text.jsonl', '--out=~/new', '--steps', '1', *TINY]):
+        assert call(*args).exit_code == 0, args
+    one_line(call('verify', 'x', 'y', '--picture=~/f'), str(tmp_path/'home'/'f'))
+    assert os.listdir('.') == [] and {'hf', 'm.gguf', 'new', 'run'} <= set(os.listdir('../home'))
 
 def test_the_folder_is_gone(home, tmp_path):
     (tmp_path/'gone').mkdir()

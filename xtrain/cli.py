@@ -126,7 +126,7 @@ class App(click.Group):
 
     def list_commands(self, ctx): return list(self.commands) # in the order of the loop, not of the alphabet
 
-# %% ../nbs/41_cli.ipynb #80a16e8d
+# %% ../nbs/41_cli.ipynb #67083e3b
 class Num(click.FloatRange):
     "A finite number in a range; `nan` and `inf` are refused"
     name = 'number'
@@ -137,9 +137,11 @@ class Num(click.FloatRange):
         return x
 
 class Place(click.ParamType):
-    "A path. An empty one is what a shell makes of a variable that is unset, and would be the folder one stands in: refused"
+    "A path. An empty one is what a shell makes of a variable that is unset, and would be the folder one stands in: refused. In `--out=~/run` bash leaves the `~` to us"
     name = 'path'
-    def convert(self, value, param, ctx): return value or self.fail('it is empty: a variable of the shell may be unset', param, ctx)
+    def convert(self, value, param, ctx):
+        if not value: self.fail('it is empty: a variable of the shell may be unset', param, ctx)
+        return os.path.expanduser(value) if value.split('/')[0] == '~' else value
 
 class Whole(click.IntRange):
     "A whole number in a range"
@@ -229,10 +231,10 @@ def _train_from(init, out, train):
             if not read_config(out)['train']: shutil.rmtree(out)
             raise
 
-# %% ../nbs/41_cli.ipynb #9b2ac390
+# %% ../nbs/41_cli.ipynb #65d5cd9e
 @main.command('train', cls=_Sections)
 @_options('Run',
-    _o('--out', metavar='RUN', help='Run directory to write.'),
+    _o('--out', type=PLACE, metavar='RUN', help='Run directory to write.'),
     _o('--preset', metavar='NAME', help='Start from a named recipe, see below; what you give besides wins.'),
     _o('--init', type=PLACE, metavar='RUN|DIR', help='Start from these weights, of a run or of a Qwen3, Qwen2 or Llama directory; architecture and tokenizer are theirs.'),
     _o('--resume', is_flag=True, help='Go on with the run in --out from its newest checkpoint, with its recipe.'),
@@ -248,11 +250,11 @@ def _train_from(init, out, train):
     _o('--log-every', type=POSITIVE, help='Steps between lines of metrics.jsonl.  [1 on a CPU, 10 on a GPU]'),
     _o('--json', 'as_json', is_flag=True, help='Print the result as JSON on stdout; progress stays on stderr.'))
 @_options('Data',
-    _o('--data', metavar='SOURCE', help='A .txt, .jsonl or .parquet file (or .gz), a directory of them, "*.txt", hf:NAME, or the built-in stories.'),
-    _o('--val-data', metavar='SOURCE', help='Held-out text of its own.  [a twentieth of the documents of --data]'),
+    _o('--data', type=PLACE, metavar='SOURCE', help='A .txt, .jsonl or .parquet file (or .gz), a directory of them, "*.txt", hf:NAME, or the built-in stories.'),
+    _o('--val-data', type=PLACE, metavar='SOURCE', help='Held-out text of its own.  [a twentieth of the documents of --data]'),
     _o('--separator', metavar='TEXT', help=r'Divides the documents of a .txt file, e.g. "<|endoftext|>" or "\n\n".  [a file is one document]'),
     _o('--text-key', metavar='KEY', help='Key or column that holds the text in .jsonl and .parquet.'),
-    _o('--tokenizer', metavar='FILE|train', help='A tokenizer.json, or "train" to learn one from the data.'),
+    _o('--tokenizer', type=PLACE, metavar='FILE|train', help='A tokenizer.json, or "train" to learn one from the data.'),
     _o('--vocab-size', type=POSITIVE, help='Size of a tokenizer that is trained.'),
     _o('--seq-len', type=POSITIVE, help='Tokens of a training sequence; also the longest context of the model.'),
     _o('--batch-size', type=POSITIVE, help='Sequences that run at once.'),
@@ -500,7 +502,7 @@ def _import(dir, run, overwrite, as_json):
     if as_json: return _print_json(dict(run=run, params=cfg.num_params(), model=cfg.to_dict()))
     click.echo(f'{run}: {cfg.num_params():,} parameters, step 0; go on with: xtrain train --resume --out {shlex.quote(run)} --data SOURCE')
 
-# %% ../nbs/41_cli.ipynb #30306686
+# %% ../nbs/41_cli.ipynb #03d7acdc
 @main.command('verify')
 @click.argument('run', type=PLACE, metavar='RUN')
 @click.argument('dir', type=PLACE, metavar='DIR')
@@ -540,8 +542,7 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     from xtrain import verify as v
     from xtrain import selftest as s
     from xtrain.hf import run_of
-    _check_picture(picture)
-    picture, planted = Path(picture or run_of(run)[0]/'verify.png'), None
+    picture, planted = Path(_picture(picture) or run_of(run)[0]/'verify.png'), None
     texts = v.read_prompts(prompts) if prompts is not None else None
     text = v.read_text_file(held_out) if held_out is not None else ''
     r = v.verify(run, dir, texts, max_tokens, list(engines) or None, timeout=timeout, progress=_status, text=text)
@@ -559,13 +560,16 @@ def _verify(ctx, run, dir, prompts, max_tokens, engines, held_out, timeout, self
     if as_json: _print_json(r.to_dict() | dict(picture=str(picture) if picture.exists() else None) | ({'selftest': planted.to_dict()} if planted else {}))
     ctx.exit(0 if r.ok and (planted is None or planted.ok) else 1)
 
-# %% ../nbs/41_cli.ipynb #4109185f
-def _check_picture(picture):
+# %% ../nbs/41_cli.ipynb #f3b84bda
+def _picture(picture):
+    "Where it goes, looked at before any work is done"
     from xtrain.files import check_place
-    if not picture: return
+    if not picture: return picture
+    picture = PLACE.convert(picture, None, None)
     if not picture.lower().endswith('.png'): raise UserError(f'--picture {picture}: a PNG is drawn; let the name end in .png')
     try: check_place(picture, overwrite=True, folder=False)
     except UserError as e: raise UserError(f'--picture: {e}') from None
+    return picture
 
 @main.group('bench')
 def _bench():
@@ -595,7 +599,7 @@ def _bench_ops(ops, size, dtype, device, picture, as_json):
     """
     import torch
     from xtrain import bench
-    _check_picture(picture)
+    picture = _picture(picture)
     r = bench.bench_ops(ops, size, dtype and getattr(torch, dtype), _device(device), _status)
     _status('')
     if as_json: _print_json(r)
@@ -604,7 +608,7 @@ def _bench_ops(ops, size, dtype, device, picture, as_json):
     if r.get('stopped'): raise KeyboardInterrupt
     if bad := [x for x in r['rows'] if x['who'] == 'xtrain' and 'error' in x]: raise UserError(f'{bad[0]["op"]} {bad[0]["shape"]}: {bad[0]["error"]}')
 
-# %% ../nbs/41_cli.ipynb #ddcf2c7f
+# %% ../nbs/41_cli.ipynb #35000504
 @_bench.command('attention')
 @click.option('--shape', 'shapes', multiple=True, metavar='B,S,H,HKV,D', help='Rows, tokens, query heads, KV heads, head size; may be given several times.  [seven of models in use]')
 @click.option('--lengths', is_flag=True, help='Also 512 to 65,536 tokens in a row, head sizes 64 and 128.')
@@ -621,7 +625,7 @@ def _bench_attention(shapes, lengths, device, picture, as_json):
     """
     from xtrain import bench_attention as bench
     from xtrain.files import folders_above
-    _check_picture(picture)
+    picture = _picture(picture)
     try: shapes = [tuple(int(n) for n in s.split(',')) for s in shapes]
     except ValueError: raise UserError('--shape takes whole numbers with commas between, such as 2,8192,16,8,128') from None
     r = bench.bench_attention(shapes, lengths, _device(device), say=_status)
