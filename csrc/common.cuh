@@ -114,6 +114,36 @@ template <int N> __device__ __forceinline__ void lane_sums(float (&x)[N], int wi
 #pragma unroll
             for (int k = 0; k < N; k++) x[k] += __shfl_xor_sync(~0u, x[k], o);
 }
+// 1 / D as two floats, and a mean with it: as exact as a division, for one multiply-add more. (One float alone is wrong by up to half a unit of its last place, for all rows alike.)
+inline float2 one_over(int64_t D) { const float hi = 1.f / D; return {hi, (float)(1. / D - hi)}; }
+__device__ __forceinline__ float mean_plus(float sum, float2 one_over_D, float eps) { return fmaf(sum, one_over_D.x, fmaf(sum, one_over_D.y, eps)); }
+// 1 / sqrt(m). In float32 to half a unit of the last place, where the hardware's own is off by up to two and so by more than all the rest of a row;
+// a half precision does not see that.
+template <class T> __device__ __forceinline__ float inverse_root(float m) {
+    const float r = rsqrtf(m);
+    if (sizeof(T) < 4) return r;
+    const float p = __fmul_rn(m, r), e = fmaf(-fmaf(m, r, -p), r, fmaf(-p, r, 1.f));     // 1 - m * r * r, with what rounding p lost
+    return e == e ? fmaf(.5f * r, e, r) : r;                                             // not of 0 or infinity
+}
+// Running sums of N numbers: an addition errs with the size of what it adds to, so in float32 eight turns are summed by themselves and
+// the eights in double. A half precision rounds so much more at the end that plain sums do.
+template <class T, int N, int EACH> struct Sums {                  // EACH: terms a turn
+    float s[N] = {};
+    __device__ __forceinline__ void turn() {}
+    __device__ __forceinline__ float total(int i) const { return s[i]; }
+};
+template <int N, int EACH> struct Sums<float, N, EACH> {
+    float s[N] = {};
+    double all[N] = {};
+    int turns = 0;
+    __device__ __forceinline__ void turn() {
+        if (++turns < 8 / EACH) return;
+        turns = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++) { all[i] += s[i]; s[i] = 0.f; }
+    }
+    __device__ __forceinline__ float total(int i) const { return (float)(all[i] + s[i]); }
+};
 // Sums of two numbers over the block, all threads get them; `smem` holds 64 floats and is free again after the next barrier.
 __device__ __forceinline__ float2 block_sum(float2 x, float* smem) {
     x = {lane_sum(x.x, 32), lane_sum(x.y, 32)};

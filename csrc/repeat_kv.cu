@@ -1,4 +1,4 @@
-// repeat_kv: copy each KV head to its group of query heads, and the gradient: the sum over the group, in order, no atomics.
+// repeat_kv: copy each KV head to its group of query heads, and the gradient: the sum over the group in a fixed order, no atomics.
 // x is [B, Hkv, S, D] seen as [B*Hkv, S*D]; y is [B*Hkv*group, S*D]. Forward reads 1 and writes `group`; backward the reverse.
 #include "common.cuh"
 #include <type_traits>
@@ -31,9 +31,12 @@ template <class T, int VEC> __global__ void __launch_bounds__(THREADS) bwd_kerne
 #pragma unroll
                 for (int q = 0; q < Q.value; q++) v[q] = Vec<T, VEC>::load(in + (r + q) * block);
 #pragma unroll
-                for (int q = 0; q < Q.value; q++)
-#pragma unroll
-                    for (int k = 0; k < VEC; k++) s[k] += v[q][k];
+                for (int k = 0; k < VEC; k++) {                                        // in pairs: fewer roundings one after the other
+                    float t = v[0][k];
+                    if (Q.value > 1) t += v[1 % Q.value][k];
+                    if (Q.value > 2) t += v[2 % Q.value][k] + v[3 % Q.value][k];
+                    s[k] += t;
+                }
             }
         };
         add(std::integral_constant<int, 4>());

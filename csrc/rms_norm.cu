@@ -27,7 +27,7 @@ template <class T, int N> __device__ __forceinline__ Vec<T, N> load_gain(const v
 // no vector and no row is missing at an end. All loads come before the first use.
 template <class T, int NV, int R, bool WIDE, bool FULL, bool ADD>
 __global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS) fwd_kernel(const T* __restrict__ x, const T* __restrict__ res, const void* __restrict__ w, bool w_f32,
-                                                                     T* __restrict__ y, T* __restrict__ sum, int64_t rows, int D, int shift, float one_over_D, float eps) {
+                                                                     T* __restrict__ y, T* __restrict__ sum, int64_t rows, int D, int shift, float2 one_over_D, float eps) {
     constexpr int VEC = 16 / sizeof(T);
     using V = Vec<T, VEC>;
     __shared__ float partial[16];
@@ -62,13 +62,11 @@ __global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS) fwd_kernel(const T* 
     if (WIDE) {
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = ss[0];
         __syncthreads();
-        ss[0] = 0.f;
-#pragma unroll 1
-        for (int k = 0; k < blockDim.x / 32; k++) ss[0] += partial[k];
+        ss[0] = lane_sum((threadIdx.x & 15) < blockDim.x / 32 ? partial[threadIdx.x & 15] : 0.f, 16);
     }
     int late = c;
 #pragma unroll
-    for (int k = 0; k < R; k++) ss[k] = rsqrtf(ss[k] * one_over_D + eps);
+    for (int k = 0; k < R; k++) ss[k] = inverse_root<T>(mean_plus(ss[k], one_over_D, eps));
     asm volatile("" : "+r"(late) : "f"(ss[0]));                     // the gains wait for the sum: loaded before it they cost registers, and those cost warps
 #pragma unroll
     for (int j = 0; j < NV; j++) {
@@ -83,13 +81,17 @@ __global__ void __launch_bounds__(WIDE ? 512 : FWD_THREADS) fwd_kernel(const T* 
     }
 }
 
+// Of N numbers, a power of two, in pairs: added one after the other, 16 of them err by as much as all the rest of a row
+template <int N> __device__ __forceinline__ float tree_sum(const float* x) { return tree_sum<N / 2>(x) + tree_sum<N / 2>(x + N / 2); }
+template <> __device__ __forceinline__ float tree_sum<1>(const float* x) { return *x; }
+
 // A block is one row of 2 * TPR vectors: every address is known at compile time, and with 32 registers a multiprocessor is full.
 // With so little under way in each thread plain stores are the faster ones.
 template <class T, class W, int TPR, bool ADD>
 __global__ void __launch_bounds__(TPR) fwd_row(const T* __restrict__ x, const T* __restrict__ res, const W* __restrict__ w, T* __restrict__ y, T* __restrict__ sum, float eps) {
     constexpr int VEC = 16 / sizeof(T), D = 2 * TPR * VEC;
     using V = Vec<T, VEC>;
-    __shared__ float partial[TPR / 32];
+    __shared__ __align__(16) float partial[TPR / 32];
     const int c = threadIdx.x * VEC;
     const int64_t o = blockIdx.x * (int64_t)D + c;
     V v[2], a[2], g[2];
@@ -114,10 +116,7 @@ __global__ void __launch_bounds__(TPR) fwd_row(const T* __restrict__ x, const T*
     lane_sums(ss, 32);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = ss[0];
     __syncthreads();
-    ss[0] = 0.f;
-#pragma unroll
-    for (int k = 0; k < TPR / 32; k++) ss[0] += partial[k];
-    const float r = rsqrtf(ss[0] / D + eps);
+    const float r = inverse_root<T>(tree_sum<TPR / 32>(partial) / D + eps);
     int late = c;                                                   // one vector of a float32 gain after the other
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(TPR) fwd_row(const T* __restrict__ x, const T*
 // depend on registers or occupancy, and only the sums over a row need a barrier.
 template <class T, int NV, int R, int STAGES, bool WIDE, bool FULL, bool ADD>
 __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const T* __restrict__ g, const T* __restrict__ x, const T* __restrict__ dsum, const void* __restrict__ w, bool w_f32,
-                                                                        T* __restrict__ dx, float* __restrict__ dw_part, int64_t rows, int D, int shift, float one_over_D, float eps) {
+                                                                        T* __restrict__ dx, float* __restrict__ dw_part, int64_t rows, int D, int shift, float2 one_over_D, float eps) {
     constexpr int VEC = 16 / sizeof(T), IN = ADD ? 3 : 2;
     using V = Vec<T, VEC>;
     __shared__ float2 partial[2][16];
@@ -140,7 +139,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
     V* ring = reinterpret_cast<V*>(dynamic);                      // [STAGES][R][NV][IN][blockDim.x]
     const int tpr = WIDE ? blockDim.x : 1 << shift, groups = WIDE ? 1 : blockDim.x >> shift, lane = WIDE ? threadIdx.x : threadIdx.x & (tpr - 1), group = WIDE ? 0 : threadIdx.x >> shift;
     const int64_t stride = gridDim.x * (int64_t)(groups * R);
-    float dw[NV][VEC] = {};
+    Sums<T, NV * VEC, R> dw;
     V wv[NV];
 #pragma unroll
     for (int j = 0; j < NV; j++) if (FULL || (lane + j * tpr) * VEC < D) wv[j] = load_gain<T, VEC>(w, w_f32, (lane + j * tpr) * VEC);
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
         }
 #pragma unroll
         for (int k = 0; k < R; k++) {
-            const float r = rsqrtf(sums[2 * k] * one_over_D + eps), m = sums[2 * k + 1] * one_over_D * r * r;
+            const float r = inverse_root<T>(mean_plus(sums[2 * k], one_over_D, eps)), m = sums[2 * k + 1] * one_over_D.x * r * r;
 #pragma unroll
             for (int j = 0; j < NV; j++) {
                 const int c = (lane + j * tpr) * VEC;
@@ -199,13 +198,14 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
 #pragma unroll
                     for (int i = 0; i < VEC; i++) {
                         const float t = r * (gc[k][j][i] * wv[j][i] - xc[k][j][i] * m);
-                        dw[j][i] += gc[k][j][i] * (xc[k][j][i] * r);
+                        dw.s[j * VEC + i] += gc[k][j][i] * (xc[k][j][i] * r);
                         d.set(i, ADD ? d[i] + t : t);
                     }
                     d.store_once(dx + (first + k * groups) * D + c);
                 }
             }
         }
+        dw.turn();
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     // the block's share of dw; with several rows a block, its groups one after the other
@@ -218,14 +218,14 @@ __global__ void __launch_bounds__(WIDE ? 512 : BWD_THREADS, 1) bwd_kernel(const 
 #pragma unroll
         for (int i = 0; i < VEC; i++) {
             const int c = (lane + j * tpr) * VEC + i;
-            if ((FULL || c < D)) out[c] = dw[j][i];
+            if ((FULL || c < D)) out[c] = dw.total(j * VEC + i);
         }
     if (!WIDE) {
         __syncthreads();
         for (int c = threadIdx.x; c < D; c += blockDim.x) {
-            float s = 0.f;
+            double s = 0;
             for (int k = 0; k < groups; k++) s += acc[k * D + c];
-            dw_part[blockIdx.x * (int64_t)D + c] = s;
+            dw_part[blockIdx.x * (int64_t)D + c] = (float)s;
         }
     }
     done();
@@ -243,7 +243,7 @@ __global__ void fwd_any(const T* x, const T* res, const void* w, bool w_f32, T* 
         if (ADD) { v = round_to<T>(v + to_float(res[o + c])); sum[o + c] = from_float<T>(v); }
         ss += v * v;
     }
-    const float r = rsqrtf(block_sum(ss, smem) * (1.f / D) + eps);
+    const float r = inverse_root<T>(block_sum(ss, smem) / D + eps);
     for (int64_t c = threadIdx.x; c < D; c += blockDim.x)
         y[o + c] = from_float<T>(any_gain<T>(w, w_f32, c) * round_to<T>(to_float((ADD ? sum : x)[o + c]) * r));
 }
@@ -257,7 +257,7 @@ __global__ void bwd_any(const T* g, const T* x, const T* dsum, const void* w, bo
         ss += v * v; dot += to_float(g[o + c]) * any_gain<T>(w, w_f32, c) * v;
     }
     const float2 sum = block_sum(make_float2(ss, dot), smem);
-    const float r = rsqrtf(sum.x * (1.f / D) + eps), k = sum.y * (1.f / D) * r * r;
+    const float r = inverse_root<T>(sum.x / D + eps), k = sum.y / D * r * r;
     for (int64_t c = threadIdx.x; c < D; c += blockDim.x) {
         const float t = r * (to_float(g[o + c]) * any_gain<T>(w, w_f32, c) - to_float(x[o + c]) * k);
         dx[o + c] = from_float<T>(ADD ? t + to_float(dsum[o + c]) : t);
@@ -268,9 +268,9 @@ template <class T>
 __global__ void dw_any(const T* g, const T* x, const float* rstd, float* dw_part, int64_t rows, int64_t D) {
     const int64_t c = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (c >= D) return;
-    float s = 0.f;
+    double s = 0;
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) s += to_float(g[row * D + c]) * (to_float(x[row * D + c]) * rstd[row]);
-    dw_part[blockIdx.y * D + c] = s;
+    dw_part[blockIdx.y * D + c] = (float)s;
 }
 
 // How a row is spread: up to 64 vectors over the lanes of one warp, more over the warps of a block, at most `most` in a thread;
@@ -304,7 +304,7 @@ template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tenso
         const void* pw = w.const_data_ptr();
         const Plan p = plan<T>(D, aligned16(px) && aligned16(pr) && aligned16(py) && aligned16(ps) && aligned16(pw), 8);
         auto launch = [&](auto kernel, int threads, int each) {
-            kernel<<<ceil_div(rows, each), threads, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, (int)D, p.shift, 1.f / D, (float)eps);
+            kernel<<<ceil_div(rows, each), threads, 0, s>>>(px, pr, pw, w_f32, py, ps, rows, (int)D, p.shift, one_over(D), (float)eps);
         };
         auto wide = [&](auto nv) { launch(fwd_kernel<T, nv.value, 1, true, false, ADD>, p.tpr, 1); };
         auto row = [&](auto tpr) {
@@ -360,7 +360,7 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
                 const int64_t want = (int64_t)sm_count() * (threads < BWD_AT_ONCE ? BWD_AT_ONCE / threads : 1), have = ceil_div(rows, groups * R);
                 parts = want < have ? want : have;
                 part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
-                kernel<<<parts, threads, smem, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)part.mutable_data_ptr(), rows, (int)D, p.shift, 1.f / D, (float)eps);
+                kernel<<<parts, threads, smem, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)part.mutable_data_ptr(), rows, (int)D, p.shift, one_over(D), (float)eps);
             };
             if (p.wide && p.tpr > 256) launch(bwd_kernel<T, 2, 1, 2, true, false, ADD>, 1, 2);      // four would not fit into 99 KiB, what some cards have
             else if (p.wide && p.full) launch(bwd_kernel<T, 2, 1, 4, true, true, ADD>, 1, 4);

@@ -18,7 +18,7 @@ template <class I> struct Strides { I b, h, t; };
 template <class I> struct Shape {
     int64_t items;
     int B, H, T, D, lanes, shift, groups;                         // of a group: its lanes and their logarithm
-    float one_over_D;
+    float2 one_over_D;
     bool heads_inside;                                            // memory order B, T, H (what a projection writes), else B, H, T
     Divisor inner, outer;                                         // of an item's number: sizes of the innermost axis, and of the next
     Strides<I> x, y, g, cs, sn;                                   // of x, the result, the gradient and the tables (0: the axis is shared)
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(TURN_THREADS<NORM>) turn_kernel(const V<T>* __
         if (on) {
             const V<T> wv = load_gain<T>(w, w_f32, lane * VEC<T>);
 #pragma unroll
-            for (int k = 0; k < HEADS; k++) { v[k].repack(); v[k] = normed(v[k], rsqrtf(ss[k] * S.one_over_D + eps), wv); }
+            for (int k = 0; k < HEADS; k++) { v[k].repack(); v[k] = normed(v[k], inverse_root<T>(mean_plus(ss[k], S.one_over_D, eps)), wv); }
         }
     }
     const int other = (threadIdx.x & 31) + (lane >= vecs ? 0 : low ? half : -half);
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const V
     const bool on = lane < vecs, low = lane < half;
     const int other = (threadIdx.x & 31) + (!on ? 0 : low ? half : -half);
     const int64_t stride = gridDim.x * (int64_t)slots;
-    float dw[VEC<T>] = {};
+    Sums<T, VEC<T>, HEADS> dw;
     V<T> wv = {};
     if (on) wv = load_gain<T>(w, w_f32, c);
     struct Item { V<T>* dx; const V<T> *cs, *sn; bool live; };
@@ -180,28 +180,29 @@ __global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const V
         if (now.live)
 #pragma unroll
             for (int k = 0; k < HEADS; k++) {
-                const float r = rsqrtf(sums[2 * k] * S.one_over_D + eps), m = sums[2 * k + 1] * S.one_over_D * r * r;
+                const float r = inverse_root<T>(mean_plus(sums[2 * k], S.one_over_D, eps)), m = sums[2 * k + 1] * S.one_over_D.x * r * r;
                 V<T> o;
                 xv[k].repack(); wv.repack();
 #pragma unroll
                 for (int i = 0; i < VEC<T>; i++) {
-                    dw[i] += a[k][i] * (xv[k][i] * r);
+                    dw.s[i] += a[k][i] * (xv[k][i] * r);
                     o.set(i, r * (a[k][i] * wv[i] - xv[k][i] * m));
                 }
                 o.store_once(reinterpret_cast<T*>(now.dx + k * S.next_y));
             }
+        dw.turn();
     }
     copy_wait<0>();
     __syncthreads();
     float* acc = reinterpret_cast<float*>(dynamic);
     if (on)
 #pragma unroll
-        for (int i = 0; i < VEC<T>; i++) acc[slot * S.D + c + i] = dw[i];
+        for (int i = 0; i < VEC<T>; i++) acc[slot * S.D + c + i] = dw.total(i);
     __syncthreads();
     for (int j = threadIdx.x; j < S.D; j += blockDim.x) {
-        float s = 0.f;
+        double s = 0;
         for (int k = 0; k < slots; k++) s += acc[k * S.D + j];
-        dw_part[blockIdx.x * (int64_t)S.D + j] = s;
+        dw_part[blockIdx.x * (int64_t)S.D + j] = (float)s;
     }
     done();
 }
@@ -230,7 +231,7 @@ template <class I> Shape<I> shape_of(const Tensor& x, const Tensor& y, const Ten
     Shape<I> S;
     S.B = (int)x.size(0); S.H = (int)x.size(1); S.T = (int)x.size(2); S.D = (int)x.size(3);
     S.x = strides_of<I>(x, unit); S.y = strides_of<I>(y, unit); S.g = strides_of<I>(g, unit); S.cs = strides_of<I>(cs, unit); S.sn = strides_of<I>(sn, unit);
-    S.lanes = lanes; S.one_over_D = 1.f / S.D;
+    S.lanes = lanes; S.one_over_D = one_over(S.D);
     for (S.shift = 0; 1 << S.shift < lanes;) S.shift++;
     S.groups = S.H / heads;
     S.next_x = S.groups * (int64_t)S.x.h; S.next_y = S.groups * (int64_t)S.y.h; S.next_g = S.groups * (int64_t)S.g.h;

@@ -4,10 +4,9 @@
 #include "common.cuh"
 #include <cmath>
 
-HD float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-HD float forward_one(float g, float u) { return g * sigmoid(g) * u; }   // rounded once, at the store
-HD void backward_one(float dy, float g, float u, float& dg, float& du) {
-    const float s = sigmoid(g), silu = g * s;
+HD float forward_one(float g, float u) { return g / (1.f + expf(-g)) * u; }          // rounded to T once, at the store
+template <class T> HD void backward_one(float dy, float g, float u, float& dg, float& du) {
+    const float d = 1.f + expf(-g), s = 1.f / d, silu = sizeof(T) == 4 ? g / d : g * s;  // g * s rounds once more, which a half precision does not see
     du = dy * silu;
     dg = dy * u * (s + silu * (1.f - s));
 }
@@ -33,7 +32,7 @@ template <class T, int VEC> __global__ void bwd_kernel(const T* __restrict__ dy,
     if (i + VEC > n) {
         for (int64_t k = i; k < n; k++) {
             float x, z;
-            backward_one(to_float(dy[k]), to_float(g[k]), to_float(u[k]), x, z);
+            backward_one<T>(to_float(dy[k]), to_float(g[k]), to_float(u[k]), x, z);
             dg[k] = from_float<T>(x); du[k] = from_float<T>(z);
         }
         return;
@@ -44,7 +43,7 @@ template <class T, int VEC> __global__ void bwd_kernel(const T* __restrict__ dy,
 #pragma unroll
     for (int k = 0; k < VEC; k++) {
         float x, z;
-        backward_one(d[k], a[k], b[k], x, z);
+        backward_one<T>(d[k], a[k], b[k], x, z);
         ga.set(k, x); gb.set(k, z);
     }
     ga.store(dg + i); gb.store(du + i);
@@ -104,7 +103,7 @@ std::tuple<Tensor, Tensor> swiglu_backward_cpu(const Tensor& dy_, const Tensor& 
     Tensor dg = torch::stable::empty_like(g), du = torch::stable::empty_like(u);
     const float *pd = d.const_data_ptr<float>(), *pg = g.const_data_ptr<float>(), *pu = u.const_data_ptr<float>();
     float *pdg = dg.mutable_data_ptr<float>(), *pdu = du.mutable_data_ptr<float>();
-    for (int64_t i = 0; i < g.numel(); i++) backward_one(pd[i], pg[i], pu[i], pdg[i], pdu[i]);
+    for (int64_t i = 0; i < g.numel(); i++) backward_one<float>(pd[i], pg[i], pu[i], pdg[i], pdu[i]);
     return {dg, du};
 }
 STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {

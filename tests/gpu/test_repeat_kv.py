@@ -43,7 +43,7 @@ def test_random(ns, shape, group, dtype, lx, lg, seed):
     y = repeat_kv(x, group)
     assert torch.equal(y, x.repeat_interleave(group, 1))
     dx, = torch.autograd.grad(y, x, g)
-    assert torch.equal(dx, repeat_kv_grad(g, group))                             # bit for bit what the CPU says: head after head, in float32, rounded once
+    assert torch.equal(dx, repeat_kv_grad(g, group))                             # bit for bit what the CPU says: in pairs, in float32, rounded once
     assert torch.equal(dx.cpu(), repeat_kv_grad(g.cpu(), group))
     x64 = x.detach().double().requires_grad_()
     want, = torch.autograd.grad(x64.repeat_interleave(group, 1), x64, g.double())

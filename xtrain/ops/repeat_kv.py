@@ -36,12 +36,16 @@ def repeat_kv_grad(
     g:Tensor, # Gradient of the loss by the output, `(B, Hkv*group, S, D)`
     group:int, # The forward's
 )->Tensor: # Gradient by the input, `(B, Hkv, S, D)`, in `g`'s dtype; `g` itself for group 1
-    "Sum over each group, head after head, in float32"
+    "Sum over each group in float32: four heads as two pairs, the fours one after the other, then a pair, then the last"
     if group == 1: return g
     if (ns := cuda_ops('repeat_kv', g)) is not None: return ns.repeat_kv_backward(g, group)
-    first, second, *rest = g.unflatten(1, (g.shape[1]//group, group)).unbind(2)
-    dx = acc(first) + second
-    for r in rest: dx.add_(r)
+    heads, dx = g.unflatten(1, (g.shape[1]//group, group)).unbind(2), None
+    while heads:
+        n = 4 if len(heads) > 3 else 2 if len(heads) > 1 else 1
+        (a, *b), heads = heads[:n], heads[n:]
+        part = acc(a) + b[0] if n > 1 else acc(a)
+        if n == 4: part.add_(acc(b[1]) + b[2])
+        dx = part if dx is None else dx.add_(part)
     return dx.to(g.dtype)
 
 # %% ../../nbs/06_repeat_kv.ipynb #001a41cf
