@@ -299,6 +299,17 @@ def test_a_file_that_grows_while_it_is_read(tmp_path, monkeypatch):
         with pytest.raises(UserError, match='a.txt changed while it was read'): prepare(**kw, tok=BYTES, out_dir=tmp_path/'o')
     assert os.listdir(tmp_path) == ['a.txt']
 
+def test_a_file_is_hashed_once(tmp_path, monkeypatch):
+    "A run asked three times: whether it is what it began with, what the tokens are made of, whether it changed meanwhile"
+    f, real, n = write(tmp_path/'a.txt', 'A book. '*50), D.hashlib.file_digest, []
+    monkeypatch.setattr(D.hashlib, 'file_digest', lambda *a: n.append(1) or real(*a))
+    was = fingerprint(f); prepare(f, BYTES, tmp_path/'o')
+    assert len(n) == 1
+    text = (tmp_path/'a.txt').read_text()
+    (tmp_path/'a.txt').write_text(text.replace('book', 'cook')); assert fingerprint(f) != was     # as long as before
+    write(tmp_path/'b.txt', text); os.replace(tmp_path/'b.txt', tmp_path/'a.txt'); assert fingerprint(f) == was
+    assert len(n) == 3
+
 def test_files_of_others_are_never_replaced(tmp_path):
     "`--data data/books.txt --out .`: tokens would go into the very folder that the books lie in"
     d = tmp_path/'data'; d.mkdir(); f = write(d/'books.txt', 'A book. '*50)

@@ -9,9 +9,10 @@ __all__ = ['SUFFIXES', 'CHUNK', 'STORIES', 'FORMAT', 'VAL_FRACTION', 'kind', 'fi
            'prepare', 'reusable', 'not_tokens', 'hold_out_tail', 'TokenData', 'permute', 'Batches', 'eval_batches',
            'held_out']
 
-# %% ../nbs/21_data.ipynb #dd505f35
+# %% ../nbs/21_data.ipynb #a5d4289c
 import codecs, glob, gzip, hashlib, io, json, os, re, zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 import numpy as np
 from .config import UserError
@@ -253,7 +254,7 @@ class ShardWriter:
 
     def info(self, eos:bool)->dict: return dict(tokens=self.tokens, documents=self.documents, eos=eos, shards=self.shards)
 
-# %% ../nbs/21_data.ipynb #0837b41c
+# %% ../nbs/21_data.ipynb #6f7e21b1
 FORMAT = 2 # Of the shards and meta.json
 VAL_FRACTION = .05 # Share of the documents held out, unless told
 
@@ -274,9 +275,12 @@ def fingerprint(
     return dict(files=[[p.name, *_sha(p)] for p in find_files(source)], separator=separator, text_key=text_key)
 
 def _sha(path):
-    try:
-        with open(path, 'rb') as f: return path.stat().st_size, hashlib.file_digest(f, 'sha256').hexdigest()
+    try: s = path.stat(); return s.st_size, _digest(path.absolute(), s.st_size, s.st_mtime_ns, s.st_ino)
     except OSError as e: raise UserError(f'{path}: cannot read it: {e.strerror}') from None
+
+@cache
+def _digest(path, *_): # A process that asks again reads the file again only if it was touched
+    with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
 
 def is_held_out(text_sha256:bytes, fraction:float)->bool:
     "Does a document belong to the held-out share?"
