@@ -318,7 +318,7 @@ struct Mma {
     using Z = Sizes<HEAD_DIM>;
     static bool few(const Flash& f) { return f.T * f.group <= MAX_ROWS; }
     static int64_t scratch(const Flash& f) { // floats that the forward needs
-        const int cuts = cuts_of(f, Cut<HEAD_DIM>::KEYS);
+        const int cuts = cuts_of(f, Cut<HEAD_DIM>::KEYS, tiles_in_cut(f, Cut<HEAD_DIM>::KEYS));
         if (few(f)) return cuts > 1 ? (int64_t)f.B * f.H * f.T * cuts * (HEAD_DIM + 1) : 0;
 #ifdef HOPPER
         if (is_sm90()) return 1; // a counter

@@ -172,11 +172,12 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 232 : 160));
         const int row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
         const int my_turn = 1 + wg, next_turn = 1 + (wg + 1) % WGS;
-        float o[1][W / 8][4] = {}, s[NT][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
+        float o[1][W / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, shrink[2];
         uint32_t p[NT / 2][4];
         Work w;
         Span t;
         int own = -1, step = 0; // which tile of queries, how many K and V tiles used up
+        int last = 0; // one past the last key that any query of this warpgroup sees
         auto lse_at = [&](const Work& w, int y) { return f.lse + ((int64_t)w.b * f.H + w.h) * f.T + w.i0 + row0 + 8 * y + lane / 4; };
         auto next_tile = [&] { // in which anything is seen; of the others the output is zero
             for (;;) {
@@ -186,6 +187,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                 if (!x.w) return false;
                 w = {x.x, x.y, x.z};
                 t = span_of([&](int i) { return keys_of(f, w.b, i); }, w.i0, BM, f.T, BN);
+                last = keys_of(f, w.b, min(w.i0 + wg * 64 + 63, f.T - 1)).hi;
                 if (t.begin < t.end) return true;
                 mbar_arrive(q_free + 8 * (own & 1));
                 const float none[1][W / 8][4] = {}, by[1][2] = {};
@@ -194,7 +196,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                     if (lane % 4 == 0 && w.i0 + row0 + 8 * y + lane / 4 < f.T) *lse_at(w, y) = -INFINITY;
             }
         };
-        auto scores = [&](int at) {
+        auto scores = [&](auto& s, int at) {
             const uint32_t my_q = q + (own & 1) * OWN + wg * 64 * 128;
             pin(s);
             wgmma_fence();
@@ -210,13 +212,14 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
             for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(o[0], p[d], matrix(v + at * TILE, d * 16 * 128, BN * 128));
             wgmma_commit();
         };
-        auto softmax = [&](int j0) {
+        auto softmax = [&](auto& s, int j0) {
+            constexpr int N = sizeof(s) / 16;
             const bool mask = t.all_lo > j0 || t.all_hi < j0 + BN;
             auto mask_row = [&](int y) {
                 const int i = w.i0 + row0 + 8 * y + lane / 4, j = j0 + lane % 4 * 2;
                 const Run seen = i < f.T ? keys_of(f, w.b, i) : Run{0, 0};
 #pragma unroll
-                for (int x = 0; x < NT; x++)
+                for (int x = 0; x < N; x++)
 #pragma unroll
                     for (int e = 0; e < 2; e++)
                         if (x * 8 + e < seen.lo - j || x * 8 + e >= seen.hi - j) s[x][2 * y + e] = -INFINITY;
@@ -229,24 +232,25 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                 if (by_row && mask) mask_row(y);
                 float top = m[y];
 #pragma unroll
-                for (int x = 0; x < NT; x++) top = fmaxf(top, fmaxf(s[x][2 * y], s[x][2 * y + 1]));
+                for (int x = 0; x < N; x++) top = fmaxf(top, fmaxf(s[x][2 * y], s[x][2 * y + 1]));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
                 const float base = top == -INFINITY ? 0.f : top * f.scale_log2;
                 shrink[y] = exp2_fast(m[y] * f.scale_log2 - base);
                 float sum = 0;
 #pragma unroll
-                for (int x = 0; x < NT; x++)
+                for (int x = 0; x < N; x++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) sum += s[x][2 * y + e] = exp2_fast(fmaf(s[x][2 * y + e], f.scale_log2, -base));
                 m[y] = top, l[y] = l[y] * shrink[y] + sum;
             }
         };
-        auto round = [&] {
+        auto round = [&](const auto& s) {
+            constexpr int N = sizeof(s) / 16;
 #pragma unroll
             for (int d = 0; d < NT / 2; d++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) p[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
+                for (int i = 0; i < 4; i++) p[d][i] = d < N / 2 ? pack<T>(s[2 * d % N + i / 2][i % 2 * 2], s[2 * d % N + i / 2][i % 2 * 2 + 1]) : 0;
         };
         auto end_rows = [&](float (&by)[1][2], const Work& w) { // lse, and what the rows of o are divided by
 #pragma unroll
@@ -257,44 +261,53 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                 m[y] = -INFINITY, l[y] = 0;
             }
         };
-        auto go_on = [&](int j0, auto settle) { // asks for the scores of the next K, adds this V
+        auto go_on = [&](auto& s, int j0, auto settle) { // asks for the scores of the next K, adds this V
             const int at = step % STAGES, next = (step + 1) % STAGES;
             mbar_wait(k_full + 8 * next, (step + 1) / STAGES & 1);
             turn_wait(my_turn);
-            scores(next);
+            scores(s, next);
             mbar_wait(v_full + 8 * at, step / STAGES & 1);
             add_values(at);
             turn_give(next_turn);
             wgmma_wait<1>();
             pin(s);
             if (lane == 0) mbar_arrive(k_free + 8 * next);
-            softmax(j0);
+            softmax(s, j0);
             wgmma_wait<0>();
             pin(o[0]), pin(p);
             if (lane == 0) mbar_arrive(v_free + 8 * at);
             settle();
-            round();
+            round(s);
             step++;
         };
         auto write = [&](const Work& w, const float (&by)[1][2]) { store<T, W, 1>(f.o.at<T>(w.b, w.h), f.o.n, w.i0 + row0, f.T, f.D, o, by, lane); };
         if (wg == WGS - 1) turn_give(1);
         if (next_tile()) {
+            float s[NT][4];
             mbar_wait(k_full, 0);
-            scores(0);
+            scores(s, 0);
             wgmma_wait<0>();
             pin(s);
             if (lane == 0) mbar_arrive(k_free);
-            softmax(t.begin * BN);
-            round();
+            softmax(s, t.begin * BN);
+            round(s);
             float by[1][2];
             for (;;) {
-                for (int jt = t.begin + 1; jt < t.end; jt++)
-                    go_on(jt * BN, [&] {
+                auto rescale = [&] {
 #pragma unroll
-                        for (int x = 0; x < W / 8; x++)
+                    for (int x = 0; x < W / 8; x++)
 #pragma unroll
-                            for (int e = 0; e < 4; e++) o[0][x][e] *= shrink[e / 2];
-                    });
+                        for (int e = 0; e < 4; e++) o[0][x][e] *= shrink[e / 2];
+                };
+                const int half = last <= t.end * BN - 64 && t.end - t.begin > 1; // of the last tile's keys this warpgroup sees none behind the first 64
+                for (int jt = t.begin + 1; jt < t.end - half; jt++) {
+                    float s[NT][4];
+                    go_on(s, jt * BN, rescale);
+                }
+                if (half) {
+                    float s[NT / 2][4];
+                    go_on(s, (t.end - 1) * BN, rescale);
+                }
                 mbar_arrive(q_free + 8 * (own & 1));
                 end_rows(by, w);
                 const Work was = w;
@@ -302,7 +315,8 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                     w = was;
                     break;
                 }
-                go_on(t.begin * BN, [&] { // the first scores of these queries under the last values of those
+                float s[NT][4];
+                go_on(s, t.begin * BN, [&] { // the first scores of these queries under the last values of those
                     write(was, by);
 #pragma unroll
                     for (int x = 0; x < W / 8; x++)
@@ -414,7 +428,7 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
             const Span t = span_of([&](int r) { return queries_of(f, w.b, r); }, w.i0, BM, f.S, BN);
             float dk[1][W / 8][4] = {}, dv[1][W / 8][4] = {};
             uint32_t p[NT / 2][4], ds[NT / 2][4];
-            auto product = [&](float (&to)[NT][4], uint32_t own, uint32_t x) {
+            auto product = [&](auto& to, uint32_t own, uint32_t x) {
                 pin(to);
                 asm volatile("" : "+r"(own)); // or else all its addresses wait in registers
                 wgmma_fence();
@@ -422,16 +436,16 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
                 for (int d = 0; d < W / 16; d++) Wgmma<T>::nt(to, matrix(own + wg * 64 * 128 + d / 4 * BM * 128 + d % 4 * 32, 16), matrix(x + d / 4 * BN * 128 + d % 4 * 32, 16), d != 0);
                 wgmma_commit();
             };
-            auto add = [&](float (&to)[W / 8][4], const uint32_t (&a)[NT / 2][4], uint32_t x) {
+            auto add = [&](float (&to)[W / 8][4], const auto& a, uint32_t x) {
                 pin(to);
                 wgmma_fence();
 #pragma unroll
-                for (int d = 0; d < BN / 16; d++) Wgmma<T>::nn(to, a[d], matrix(x + d * 16 * 128, BN * 128));
+                for (int d = 0; d < (int)(sizeof(a) / 16); d++) Wgmma<T>::nn(to, a[d], matrix(x + d * 16 * 128, BN * 128));
                 wgmma_commit();
             };
-            auto round = [&](uint32_t (&to)[NT / 2][4], const float (&s)[NT][4]) {
+            auto round = [&](auto& to, const auto& s) {
 #pragma unroll
-                for (int d = 0; d < NT / 2; d++)
+                for (int d = 0; d < (int)(sizeof(to) / 16); d++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) to[d][i] = pack<T>(s[2 * d + i / 2][i % 2 * 2], s[2 * d + i / 2][i % 2 * 2 + 1]);
             };
@@ -457,76 +471,99 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
             };
             const int total = max(t.end - t.begin, 0) * f.group;
             int jt = t.end - 1, head = 0;
-            auto walk = [&](auto first_) {
-                constexpr bool first = decltype(first_)::value; // one step; `first` of this block of keys: no step before it has left a dq to be made
-                const int at = step % STAGES, parity = step / STAGES & 1, c0 = jt * BN;
-                const uint32_t column = columns + at * BN * 8 + lane % 4 * 16; // lse in units of log 2, and delta, of each query
-                float s[NT][4], dp[NT][4], dq[DQ / 8][4];
+            // One step; `first` of this block of keys: no step before it has left a dq to be made. `late`: the first 64 queries of the tile see none of this warpgroup's keys, so it works at the others only, if any
+            auto walk = [&](auto first_, auto late_, auto& p, auto& ds) {
+                constexpr bool first = decltype(first_)::value;
+                constexpr int SKIP = decltype(late_)::value ? 64 : 0, N = (BN - SKIP) / 8;
+                const int at = step % STAGES, parity = step / STAGES & 1, c0 = jt * BN + SKIP;
+                const uint32_t column = columns + (at * BN + SKIP) * 8 + lane % 4 * 16; // lse in units of log 2, and delta, of each query
+                const uint32_t my_q = q + at * TILE + SKIP * 128, my_g = g + at * TILE + SKIP * 128, to = dss + (step & 1) * DS;
+                float s[N ? N : 1][4], dp[N ? N : 1][4], dq[DQ / 8][4];
                 mbar_wait(q_full + 8 * at, parity);
-                product(s, k, q + at * TILE);
+                if constexpr (N > 0) product(s, k, my_q);
                 if constexpr (!first) {
                     // what the last step added to dk is in; its tiles and the registers of its p and ds are free
                     dq_product(dq, step - 1);
                 }
-                wgmma_wait<first ? 0 : 1>();
-                pin(s);
-                const bool mask = t.all_lo > c0 || t.all_hi < c0 + BN;
+                bool mask = false;
+                if constexpr (N > 0) {
+                    wgmma_wait<first ? 0 : 1>();
+                    pin(s);
+                    mask = SKIP || t.all_lo > c0 || t.all_hi < c0 + BN;
 #pragma unroll
-                for (int x = 0; x < NT; x++) {
-                    const float4 c = shared4(column + x * 64);
+                    for (int x = 0; x < N; x++) {
+                        const float4 c = shared4(column + x * 64);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) s[x][e] = exp2_fast(fmaf(s[x][e], f.scale_log2, -(e % 2 ? c.z : c.x)));
+                        for (int e = 0; e < 4; e++) s[x][e] = exp2_fast(fmaf(s[x][e], f.scale_log2, -(e % 2 ? c.z : c.x)));
+                    }
                 }
                 if constexpr (!first) {
                     wgmma_wait<0>();
                     pin(dq);
                     hand_over_dq(dq, step - 1, head ? head - 1 : f.group - 1, head ? jt : jt + 1);
                 }
-                if (mask)
+                if constexpr (N > 0) {
+                    if (mask)
 #pragma unroll
-                    for (int y = 0; y < 2; y++) {
-                        const int r = w.i0 + row0 + 8 * y + lane / 4, c = c0 + lane % 4 * 2;
-                        const Run seen = r < f.S ? queries_of(f, w.b, r) : Run{0, 0};
+                        for (int y = 0; y < 2; y++) {
+                            const int r = w.i0 + row0 + 8 * y + lane / 4, c = c0 + lane % 4 * 2;
+                            const Run seen = r < f.S ? queries_of(f, w.b, r) : Run{0, 0};
 #pragma unroll
-                        for (int x = 0; x < NT; x++)
+                            for (int x = 0; x < N; x++)
 #pragma unroll
-                            for (int e = 0; e < 2; e++)
-                                if (x * 8 + e < seen.lo - c || x * 8 + e >= seen.hi - c) s[x][2 * y + e] = 0;
-                    }
-                mbar_wait(g_full + 8 * at, parity);
-                product(dp, v, g + at * TILE);
-                round(p, s);
-                add(dv[0], p, g + at * TILE);
-                wgmma_wait<1>();
-                pin(dp);
-#pragma unroll
-                for (int x = 0; x < NT; x++) {
-                    const float4 c = shared4(column + x * 64);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) s[x][e] *= dp[x][e] - (e % 2 ? c.w : c.y);
+                                for (int e = 0; e < 2; e++)
+                                    if (x * 8 + e < seen.lo - c || x * 8 + e >= seen.hi - c) s[x][2 * y + e] = 0;
+                        }
                 }
-                round(ds, s);
-                const uint32_t to = dss + (step & 1) * DS;
+                mbar_wait(g_full + 8 * at, parity);
+                if constexpr (N > 0) {
+                    product(dp, v, my_g);
+                    round(p, s);
+                    add(dv[0], p, my_g);
+                    wgmma_wait<1>();
+                    pin(dp);
+#pragma unroll
+                    for (int x = 0; x < N; x++) {
+                        const float4 c = shared4(column + x * 64);
+#pragma unroll
+                        for (int e = 0; e < 4; e++) s[x][e] *= dp[x][e] - (e % 2 ? c.w : c.y);
+                    }
+                    round(ds, s);
+                }
 #pragma unroll
                 for (int y = 0; y < 2; y++)
 #pragma unroll
                     for (int x = 0; x < NT; x++) { // rows of keys, 64 queries wide, under the swizzle
-                        const int r = row0 + 8 * y + lane / 4;
-                        asm volatile("st.shared.b32 [%0], %1;" ::"r"(((to + r * 128 + ((r & 7) << 4) + lane % 4 * 4) ^ (x % 8 << 4)) + x / 8 * BM * 128), "r"(ds[x / 2][x % 2 * 2 + y]) : "memory");
+                        const int r = row0 + 8 * y + lane / 4, own = x - SKIP / 8;
+                        asm volatile("st.shared.b32 [%0], %1;" ::"r"(((to + r * 128 + ((r & 7) << 4) + lane % 4 * 4) ^ (x % 8 << 4)) + x / 8 * BM * 128), "r"(own < 0 ? 0 : ds[own / 2][own % 2 * 2 + y]) : "memory");
                     }
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 __syncwarp();
                 if (lane == 0) mbar_arrive(ds_full + 8 * (step & 1));
-                add(dk[0], ds, q + at * TILE);
-                wgmma_wait<0>();
-                pin(dk[0]), pin(dv[0]), pin(p), pin(ds);
+                if constexpr (N > 0) {
+                    add(dk[0], ds, my_q);
+                    wgmma_wait<0>();
+                    pin(dk[0]), pin(dv[0]), pin(p), pin(ds);
+                }
                 mbar_arrive(x_free + 8 * at);
                 step++;
                 if (++head == f.group) head = 0, jt--;
             };
             if (total) {
-                walk(std::true_type{});
-                for (int left = total - 1; left; left--) walk(std::false_type{});
+                const std::true_type yes{};
+                const std::false_type no{};
+                if constexpr (BN > 64) {
+                    walk(yes, no, p, ds);
+                    for (int left = total - 1; left; left--) walk(no, no, p, ds);
+                } else {
+                    const int key = w.i0 + wg * 64, late = key < f.S ? tiles_of(queries_of(f, w.b, key).lo / 64, BN / 64) : t.end; // tiles before this one are late
+                    walk(yes, no, p, ds);
+                    for (int left = min(total, (t.end - late) * f.group) - 1; left > 0; left--) walk(no, no, p, ds);
+                    uint32_t p2[1][4], ds2[1][4];
+                    int i0 = w.i0;
+                    asm volatile("" : "+r"(i0)); // no register waits for it
+                    for (const int begin = queries_of(f, w.b, i0).lo / BN; jt >= begin;) walk(no, yes, p2, ds2);
+                }
                 float dq[DQ / 8][4];
                 dq_product(dq, step - 1);
                 wgmma_wait<0>();
@@ -657,7 +694,7 @@ template <class T, int D, int W> bool backward_sm90_run(const Flash& f, float* s
     int *turn = (int*)(acc + tiles * (C::PART / 4)), *next = turn + tiles;
     const int blocks = ceil_div(padded * lanes, 256);
     stats_kernel<T, C::BM, C::BN><<<f.B * f.H * blocks, 256, 0, s>>>(f, stats, turn, next, padded, lanes, blocks);
-    const int heads = f.B * f.Hkv, section = f.S > 4096 ? heads : (int)std::min<int64_t>(heads, std::max<int64_t>(1, (128 << 20) / ((int64_t)f.group * padded * D * 8))); // 128 MiB of q, g and dq at a time, where rows are short
+    const int heads = f.B * f.Hkv, section = f.S > 4096 ? heads : std::clamp(256 / D * sm_count() / tiles_of(f.S, C::BM), 1, heads); // where rows are short, two owners of keys (four of 64 columns) for each multiprocessor: their queries, g and dq stay in the L2 cache
     auto* one = backward_one_sm90<T, D, W>;
     allow_smem((const void*)one, C::BYTES);
     one<<<std::min(sm_count(), heads * tiles_of(f.S, C::BM)), 384, C::BYTES, s>>>(k, v, q, g, f, stats, padded, acc, turn, next, section);
