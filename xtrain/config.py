@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['UserError', 'ModelConfig']
 
-# %% ../nbs/10_config.ipynb #809c4dfb
-import math
+# %% ../nbs/10_config.ipynb #f21256a7
 from dataclasses import dataclass, asdict, fields
 
 # %% ../nbs/10_config.ipynb #22abd414

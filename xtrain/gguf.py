@@ -7,9 +7,8 @@ __all__ = ['GGUF_NAMES', 'LOOKS_LIKE_END', 'LOOKS_LIKE_CONTROL', 'NORMAL', 'CONT
            'LARGEST', 'q8_0_bound', 'gguf_name', 'gguf_arch', 'interleave', 'end_ids', 'token_list', 'merge_list',
            'why_not', 'kind_of', 'export_gguf']
 
-# %% ../nbs/32_gguf.ipynb #db990f8f
+# %% ../nbs/32_gguf.ipynb #bcb782b6
 import json, os
-from pathlib import Path
 import numpy as np, torch
 from torch import Tensor
 from .config import ModelConfig, UserError

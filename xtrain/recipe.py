@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PRESETS', 'TrainConfig', 'flag', 'lr_at', 'changes', 'make_config', 'saved_config']
 
-# %% ../nbs/23_recipe.ipynb #6974c881
-import json, math
-from dataclasses import asdict, dataclass, fields, replace
+# %% ../nbs/23_recipe.ipynb #8e98ccfc
+import math
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from .config import ModelConfig, UserError
 

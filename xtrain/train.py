@@ -7,10 +7,10 @@ __all__ = ['accumulate', 'make_optimizer', 'evaluate', 'tokens_hash', 'Err', 'te
            'pick_device', 'pick_dtype', 'surroundings', 'check_memory', 'deterministic', 'run_directory',
            'get_tokenizer', 'check_sources', 'get_data', 'TrainResult', 'train', 'sample_text', 'summary']
 
-# %% ../nbs/23_train.ipynb #6fbbb3ca
+# %% ../nbs/23_train.ipynb #5864955f
 import hashlib, json, math, os, platform, shlex, shutil, signal, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from .files import folders_above, locked, write_atomic, writing
 from .kernels import backend, no_gpu
 from .model import TinyTransformer
 from .optim import AdamW
-from .recipe import PRESETS, TrainConfig, changes, flag, lr_at, make_config, saved_config
+from .recipe import TrainConfig, changes, flag, lr_at, make_config, saved_config
 
 # %% ../nbs/23_train.ipynb #419beff1
 def accumulate(
