@@ -138,7 +138,7 @@ def compare(names, draw, dtype, device):
     return list(zip(names.split(), a.mean(0).tolist(), b.mean(0).tolist(), log.mean(0).tolist(), (log.std(0)/SEEDS**.5).tolist()))
 
 
-def too_far(log, error): return log > math.log(1.005) + 4*error
+def too_far(log, error, slack=.005): return log > math.log1p(slack) + 4*error
 
 
-def further(rows): return [f'{n}: ours {a:.3e}, torch {b:.3e}, {math.expm1(log):+.1%} ± {e:.1%}' for n, a, b, log, e in rows if too_far(log, e)]
+def further(rows, slack=.005): return [f'{n}: ours {a:.3e}, torch {b:.3e}, {math.expm1(log):+.1%} ± {e:.1%}' for n, a, b, log, e in rows if too_far(log, e, slack)]

@@ -6,7 +6,7 @@ from xtrain import kernels as k
 from xtrain.ops.swiglu import swiglu_ref
 
 CASES = {'rms_norm 48': norm(48, 1000), 'rms_norm 1000': norm(1000, 100), 'add_rms_norm': added(64, 500), 'rope': turned(4, 48, 100), 'qk_norm_rope': normed_and_turned(4, 48, 100), 'swiglu': gated(133, 77),
-         'cross_entropy 1000': scored(100, 1000), 'cross_entropy 5003': scored(30, 5003), 'head and loss 2048': head(303, 64, 2048), 'head and loss 5003': head(500, 128, 5003), 'AdamW': stepped(10_003)}
+         'cross_entropy 1000': scored(100, 1000), 'cross_entropy 5003': scored(30, 5003), 'head and loss 2048': head(303, 64, 2048), 'head and loss in two chunks': head(450, 32, 5003), 'AdamW': stepped(10_003)}
 CASES |= {f'repeat_kv of {n}': repeated(n) for n in (2, 3, 4, 5, 7, 8, 12, 32)}
 
 
@@ -21,7 +21,8 @@ def one_thread():
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('case', CASES)
 def test_no_further_from_the_truth_than_torchs(case, dtype):
-    assert not (bad := further(compare(*CASES[case], dtype, 'cpu'))), bad
+    slack = .03 if 'head' in case and dtype == F32 else .005                     # there the products' own errors, which depend on the BLAS, are nine tenths
+    assert not (bad := further(compare(*CASES[case], dtype, 'cpu'), slack)), bad
 
 
 def test_the_kernels_swiglu():
