@@ -1,15 +1,15 @@
 // Few queries on a long cache (decoding): a block takes a cut of the keys of one KV head, 128 (64) at a time, for all its query heads at once, and leaves an answer and its log-sum-exp;
-// a second kernel joins the answers in the order of the keys. The cuts do not depend on how much else there is to do, so neither do the bits of a row.
+// a second kernel joins the answers in the order of the keys. Where there are rows enough, a block takes all cuts and joins them itself. The cuts, and what is added in which order, do not
+// depend on how much else there is to do, so neither do the bits of a row.
 #pragma once
 #include "flash.cuh"
 
 #ifdef __CUDACC__
 template <int D> struct Cut { static constexpr int WARP = D <= 128 ? 32 : 16, KEYS = 4 * WARP; }; // keys at a time: a warp, a block
 constexpr int MAX_ROWS = 16; // queries of a group
-
 constexpr int MAX_CUTS = 32; // of a cache; a lane of a warp for each when they are joined
 
-// One query's answer, by a warp: cuts are added up eight or so at a time, and then those sums, in their order; columns four to a lane
+// One query's answer, by a warp, four columns a lane, added up as join_many does: in one, two or four shares of the cuts, and then those in their order
 template <class T, int D> __device__ __forceinline__ void join(const Flash& f, const float* part, const float* part_lse, int cuts, int64_t row) {
     constexpr int M = (D + 127) / 128;
     const int lane = threadIdx.x % 32, each = tiles_of(cuts, cuts > 16 ? 4 : cuts > 8 ? 2 : 1);
@@ -54,7 +54,7 @@ template <class T, int D> __global__ void __launch_bounds__(128) join_few(const 
 #endif
     if (row < (int64_t)f.B * f.H * f.T) join<T, D>(f, part, part_lse, cuts, row);
 }
-// Many: 32 columns of one query a block: each warp adds up its share of the cuts, and the warps' sums are added in their order
+// Many: 32 columns of one query a block; each warp adds up its share of the cuts, and the warps' sums are added in their order
 template <class T, int D> __global__ void __launch_bounds__(1024) join_many(const Flash f, const float* part, const float* part_lse, int cuts) {
     __shared__ float sums[32][32];
     const int64_t row = blockIdx.x / (D / 32), bh = row / f.T;

@@ -196,7 +196,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                     if (lane % 4 == 0 && w.i0 + row0 + 8 * y + lane / 4 < f.T) *lse_at(w, y) = -INFINITY;
             }
         };
-        auto scores = [&](auto& s, int at) {
+        auto scores = [&](auto& s, int at) { // with as many of a tile's keys, 64 or 128, as s has room for
             const uint32_t my_q = q + (own & 1) * OWN + wg * 64 * 128;
             pin(s);
             wgmma_fence();
@@ -245,7 +245,7 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
                 m[y] = top, l[y] = l[y] * shrink[y] + sum;
             }
         };
-        auto round = [&](const auto& s) {
+        auto round = [&](const auto& s) { // what is not in s has no weight
             constexpr int N = sizeof(s) / 16;
 #pragma unroll
             for (int d = 0; d < NT / 2; d++)
@@ -471,7 +471,8 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
             };
             const int total = max(t.end - t.begin, 0) * f.group;
             int jt = t.end - 1, head = 0;
-            // One step; `first` of this block of keys: no step before it has left a dq to be made. `late`: the first 64 queries of the tile see none of this warpgroup's keys, so it works at the others only, if any
+            // One step. `first` of this block of keys: no step before it has left a dq to be made. `late`: the first 64 queries of the tile see none of this warpgroup's keys, so it works at the others
+            // only; where a tile is of 64, it rests. At 128 half of a tile gains nothing, so there no step is late.
             auto walk = [&](auto first_, auto late_, auto& p, auto& ds) {
                 constexpr bool first = decltype(first_)::value;
                 constexpr int SKIP = decltype(late_)::value ? 64 : 0, N = (BN - SKIP) / 8;
@@ -559,9 +560,9 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
                     const int key = w.i0 + wg * 64, late = key < f.S ? tiles_of(queries_of(f, w.b, key).lo / 64, BN / 64) : t.end; // tiles before this one are late
                     walk(yes, no, p, ds);
                     for (int left = min(total, (t.end - late) * f.group) - 1; left > 0; left--) walk(no, no, p, ds);
-                    uint32_t p2[1][4], ds2[1][4];
+                    uint32_t p2[1][4], ds2[1][4]; // a step that rests has no use for them, but to give it p and ds would cost registers
                     int i0 = w.i0;
-                    asm volatile("" : "+r"(i0)); // no register waits for it
+                    asm volatile("" : "+r"(i0)); // or else the end of the loop would wait in a register
                     for (const int begin = queries_of(f, w.b, i0).lo / BN; jt >= begin;) walk(no, yes, p2, ds2);
                 }
                 float dq[DQ / 8][4];

@@ -357,7 +357,8 @@ def test_decoding(D):
         assert torch.equal(o, whole) and torch.equal(o[-1:], flash_attention(q[-1:], *(t[-1:] for t in cache), pad=None if pad is None else pad[-1:]))
 
 
-@pytest.mark.parametrize('B,S,H,K,D', [(70, 300, 4, 2, 64), (64, 512, 16, 8, 128), (64, 500, 64, 8, 128), (40, 1000, 8, 8, 96), (33, 4096, 8, 4, 32), (100, 515, 16, 1, 72), (300, 200, 4, 1, 256), (8, 9000, 8, 8, 128)])
+@pytest.mark.parametrize('B,S,H,K,D', [(70, 300, 4, 2, 64), (64, 512, 16, 8, 128), (64, 500, 64, 8, 128), (40, 1000, 8, 8, 96), (33, 4096, 8, 4, 32), (100, 515, 16, 1, 72), (300, 200, 4, 1, 256), (8, 9000, 8, 8, 128),
+                                         (32, 1000, 16, 8, 128), (40, 2100, 16, 8, 96), (70, 700, 32, 8, 64), (180, 385, 4, 2, 128)]) # the last four have a block for a KV head on an H200
 def test_many_rows_on_caches_have_the_bits_of_one(B, S, H, K, D):
     "Where there are rows enough, a block takes several pieces of a cache, or all of them, and joins them itself: in the same order, so a row alone has the same bits"
     torch.manual_seed(B)
