@@ -108,7 +108,7 @@ def find_weights(
         found |= {n: (file, *e) for n,e in head.items()}
     return found
 
-# %% ../nbs/31_import.ipynb #53fd48c1
+# %% ../nbs/31_import.ipynb #66b2a93b
 _KEYS = dict(vocab_size='vocab_size', dim='hidden_size', n_layers='num_hidden_layers', n_heads='num_attention_heads', n_kv_heads='num_key_value_heads',
     head_dim='head_dim', ffn_dim='intermediate_size', max_seq_len='max_position_embeddings')
 
@@ -121,9 +121,9 @@ _FAMILIES = { # model_type: architecture, (qk_norm, qkv_bias), keys of which onl
     'llama': ('LlamaForCausalLM', (False, False), dict(attention_bias=(False, None), mlp_bias=(False, None), sliding_window=(None,), attention_chunk_size=(None,))),
 }
 
-def _number(c, key, where, what='', lo=1e-38, hi=3e38):
+def _number(c, key, where, what=''):
     v = c[key]
-    if not isinstance(v, (int, float)) or isinstance(v, bool) or not lo < v < hi: raise UserError(f'{where}: {what or key} is {_short(v)}; it must be a positive number that float32 holds')
+    if not isinstance(v, (int, float)) or isinstance(v, bool) or not 1e-38 < v < 3e38: raise UserError(f'{where}: {what or key} is {_short(v)}; it must be a positive number that float32 holds')
     return float(v)
 
 def _size(c, key, where):
