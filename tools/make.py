@@ -218,7 +218,7 @@ def gpu(args):
     only = args.only.split(',') if args.only else ['pytest', 'notebooks']
     n = passed = failed = skipped = 0
     if 'pytest' in only:
-        if run([py, '-m', 'pytest', 'tests/gpu'] + (['-n', procs, '--dist', 'loadgroup'] if procs > 1 else []) + ['-o', 'junit_family=xunit1', '--durations=5', '--junitxml=%s' % (tmp/'pytest.xml')], 'tests/gpu', check=False, **env): bad.append('pytest')
+        if run([py, '-m', 'pytest', 'tests/gpu'] + (['-n', procs, '--dist', 'loadgroup'] if procs > 1 else []) + ['-o', 'junit_family=xunit1', '-rs', '--durations=5', '--junitxml=%s' % (tmp/'pytest.xml')], 'tests/gpu', check=False, **env): bad.append('pytest')
         if (tmp/'pytest.xml').exists():
             import xml.etree.ElementTree as ET
             for s in ET.parse(str(tmp/'pytest.xml')).getroot().iter('testsuite'):
