@@ -294,7 +294,7 @@ def flash_attn_func(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None
     assert no_fa4() == 'OSError: no libcudart' and 'FA4' not in peers(where, shape)
 
 
-@pytest.mark.parametrize('args,why', [(['--shape', '1,32,4,3,8'], 'multiple of KV heads'), (['--shape', '1,32'], 'five numbers'), (['--shape', '1,a,2,2,2'], 'whole numbers'), (['--picture', '/no/where/a.png'], 'no directory')])
+@pytest.mark.parametrize('args,why', [(['--shape', '1,32,4,3,8'], 'multiple of KV heads'), (['--shape', '1,32'], 'five numbers'), (['--shape', '1,a,2,2,2'], 'whole numbers'), (['--picture', 'where'], 'a PNG is drawn')])
 def test_bench_attention_refuses(args, why):
     from click.testing import CliRunner
     from xtrain.cli import main
