@@ -357,7 +357,8 @@ template <int NT, int MODE> void run_product(const Tensor& x, Product& p, int bl
         if constexpr (NT <= 4) launch_product<float, 1, NT, MODE>(p, blocks, s);
     } else {
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "decode: dtype must be float32 or bfloat16");
-        if (p.B <= 8) launch_product<bf16, 1, NT, MODE>(p, blocks, s);
+        constexpr int LEAST = 4 * WARPS * 32 * (NT * 8 + 8) + 4 * NT * THREADS * 16; // bytes of shared memory for 32 rows at a time; some cards have 99 KiB
+        if (p.B <= 8 || smem_limit() - 2048 < LEAST) launch_product<bf16, 1, NT, MODE>(p, blocks, s);
         else launch_product<bf16, 4, NT, MODE>(p, blocks, s);
     }
     check_launch("decode");

@@ -423,3 +423,16 @@ def test_equal_logits_are_listed_by_id(tok):
     with torch.no_grad(): model.lm_head.zero_()
     assert [r['id'] for r in logits_table(model, tok, 'the', 5)] == [0, 1, 2, 3, 4]
     assert generate(model, [[1]], 3) == [[0, 0, 0]]
+
+
+# --- the decode kernels and the card -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('kib, head_dim, dtype, fits', [(228, 128, torch.float32, True), (100, 128, torch.bfloat16, True), (100, 128, torch.float32, False), (164, 256, torch.bfloat16, False), (228, 256, torch.bfloat16, True)])
+def test_a_card_with_too_little_shared_memory_is_told_so(monkeypatch, kib, head_dim, dtype, fits):
+    "Instead of a launch that fails: an RTX 5090 has 100 KiB a multiprocessor, an A100 164, an H200 228; 1 of them is the system's"
+    from types import SimpleNamespace as NS
+    import xtrain.decode as module
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: NS(shared_memory_per_multiprocessor=kib<<10))
+    monkeypatch.setattr(module, 'kernels', lambda *a: object())
+    model = NS(cfg=NS(n_heads=16, n_kv_heads=4, head_dim=head_dim, dim=1024, ffn_dim=3072), embed=NS(is_cuda=True, get_device=lambda: 0), dtype=dtype, attention='auto')
+    why = module.why_not(model)
+    assert why is None if fits else 'shared memory' in why and f'{kib-1} KiB' in why

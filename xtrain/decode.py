@@ -28,6 +28,11 @@ def step_bytes(
     return {k: v*itemsize for k,v in n.items()}
 
 # %% ../nbs/30_decode.ipynb #7eb32e35
+def _attend_bytes(cfg, itemsize):
+    "Shared memory that a block of `attend` takes: queries, new key and value, answers of eight warps, two cuts of 64 keys and values"
+    G, D = min(4, 1 << (cfg.n_heads//cfg.n_kv_heads-1).bit_length()), cfg.head_dim
+    return (G+2)*D*itemsize + 32*G*D + 2*2*64*(256 if D*itemsize <= 256 else 512) + 512
+
 def why_not(
     model, # A `TinyTransformer`
 )->str|None: # None if they can
@@ -39,6 +44,8 @@ def why_not(
     n = 16//dtype.itemsize
     if c.head_dim % (2*n) or c.head_dim > 32*n: return f'head_dim={c.head_dim} is not a multiple of {2*n} up to {32*n}'
     if bad := next((f for f in ('dim', 'ffn_dim') if getattr(c, f) % n), None): return f'{bad}={getattr(c, bad)} is not a multiple of {n}'
+    need, room = _attend_bytes(c, dtype.itemsize), torch.cuda.get_device_properties(x.get_device()).shared_memory_per_multiprocessor-1024
+    if need > room: return f'attention would take {need/1024:.0f} KiB of shared memory, a block has {room/1024:.0f} KiB on this GPU'
     return None if kernels('decode', x.get_device()) is not None else 'there are no kernels here (xtrain doctor says why)'
 
 # %% ../nbs/30_decode.ipynb #6fe60ed8
