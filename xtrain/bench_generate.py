@@ -7,6 +7,7 @@ __all__ = ['SHAPES', 'WHO', 'make_model', 'engines', 'rate', 'bench_generate', '
 
 # %% ../nbs/40_bench_generate.ipynb #cba31c1b
 import time
+from importlib.util import find_spec
 import torch
 from .bench import copy_rate, machine
 from .config import ModelConfig, UserError
@@ -81,20 +82,21 @@ def bench_generate(
     size:str|None=None, # `full` or `small`; by default full on a GPU, small on a CPU
     dtype:torch.dtype|None=None, # By default bfloat16 on a GPU, float32 on a CPU
     device=None, # By default the GPU if there is one
-    who:tuple[str,...]=(), # Names from `WHO`; by default all, on a CPU without the compiled one
+    who:tuple[str,...]=(), # Names from `WHO`; by default all that are installed, on a CPU without the compiled one
     say=None, # Takes a line about what is being measured
     repeats:int=3, # Calls of each kind; the fastest counts
-)->dict: # `machine`, `model`, `copy`, `rows`; `stopped` after Ctrl-C
+)->dict: # `machine`, `model`, `copy`, `rows`; `absent` if transformers is not installed, `stopped` after Ctrl-C
     "Measure writing beside transformers"
     if bad := [w for w in who if w not in WHO]: raise UserError(f'--engine {bad[0]} is not known; there are {", ".join(WHO)}')
     device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     if device.type == 'cuda' and device.index is None: device = torch.device('cuda', torch.cuda.current_device())
     gpu = device.type == 'cuda'
     size, dtype, new, say = size or ('full' if gpu else 'small'), dtype or (torch.bfloat16 if gpu else torch.float32), new or (256 if gpu else 16), say or (lambda line: None)
-    cfg, who = SHAPES[size], tuple(who) or (WHO if gpu else WHO[:2])
+    cfg, absent = SHAPES[size], not who and not find_spec('transformers')
+    who = tuple(who) or WHO[:1 if absent else 3 if gpu else 2]
     if min(rows, default=1) < 1 or prompt < 1 or new < 1: raise UserError('rows, prompt and new tokens must be positive')
     if prompt+new+1 > cfg.max_seq_len: raise UserError(f'{prompt} + {new} tokens are more than the context of this model, {cfg.max_seq_len}')
-    r = dict(machine=machine(device, dtype, size), model=cfg.to_dict(), copy=copy_rate(device, 2**31 if gpu else 2**26), prompt=prompt, new=new, rows=[])
+    r = dict(machine=machine(device, dtype, size), model=cfg.to_dict(), copy=copy_rate(device, 2**31 if gpu else 2**26), prompt=prompt, new=new, rows=[]) | (dict(absent='transformers') if absent else {})
     try:
         for name,f in engines(cfg, device, dtype, who):
             for B in rows:
@@ -121,6 +123,7 @@ def table_generate(
         if 'error' in r: continue
         lines.append([r['who'], r['rows'], f"{r['tok_s']:,.0f}", f"{r['step_ms']:.3f}", f"{r['floor_ms']/r['step_ms']:.0%}", f"{r['first_ms']:.1f}", f"{r['whole_tok_s']:,.0f}", f"{ours[r['rows']]/r['tok_s']:.1f}" if r['rows'] in ours else '–'])
     notes = [f"{r['who']}, batch {r['rows']}: {r['error']}" for r in result['rows'] if 'error' in r] + sorted({f"xtrain takes its ordinary path: {r['note']}" for r in result['rows'] if r.get('note')})
+    if 'absent' in result: notes.append('transformers is not installed: not run (pip install transformers)')
     if result.get('stopped'): notes.append('stopped before its end')
     c, copy = result['model'], result['copy']
     speed = f'{copy/1e12:.2f} TB/s' if copy > 1e11 else f'{copy/1e9:.1f} GB/s'
