@@ -94,6 +94,9 @@ def report(out):
     return found
 
 
+SERIALIZED = r'C75\d\d' # ptxas puts a wait into wgmma, or makes each wait for the one before: an "info", whatever it costs
+
+
 @pytest.fixture(scope='module')
 def compiled():
     nvcc, why = k.find_nvcc(13)
@@ -110,10 +113,11 @@ def compiled():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize('name', [s.stem for s in SOURCES])
 def test_compiles_for_every_card(compiled, name):
-    "No error, no warning, no register spilled to memory, on an A100, an H200 and an RTX 5090"
+    "No error, no warning, no register spilled to memory, no wgmma made to wait for the one before (C7510 and its like, which ptxas calls info), on an A100, an H200 and an RTX 5090"
     code, out = compiled[name]
     assert code == 0, out[-4000:]
     assert 'warning' not in out, out
+    assert not (m := re.search(f'.*({SERIALIZED}).*', out)), m[0]
     found = report(out)
     assert set(found) == {'sm_80', 'sm_90a', 'sm_120'}
     spilled = [(a, n, s) for a,ks in found.items() for n,_,s in ks if s]
@@ -140,6 +144,29 @@ def test_a_spill_would_be_seen(tmp_path):
     r = subprocess.run([nvcc.path, '-cubin', '-arch=sm_80', '-Xptxas', '-v', tmp_path/'s.cu', '-o', tmp_path/'s.cubin'], capture_output=True, text=True)
     (name, regs, spill), = report(r.stdout+r.stderr)['sm_80']
     assert regs <= 32 and spill > 0
+
+
+WAITS = '''
+__global__ void k(float* p, unsigned long long a, unsigned long long b) {
+    float d[4] = {};
+    for (int i = 0; i < 4; i++) {
+        asm volatile("wgmma.fence.sync.aligned;");
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+        asm volatile("wgmma.commit_group.sync.aligned;");
+        d[0] += 1;                                                     // a sum that is still being made
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;");
+    for (int i = 0; i < 4; i++) p[4*threadIdx.x+i] = d[i];
+}
+'''
+
+
+def test_a_wgmma_that_waits_would_be_seen(tmp_path):
+    nvcc, why = k.find_nvcc(13)
+    if not nvcc: pytest.skip(why)
+    (tmp_path/'w.cu').write_text(WAITS)
+    r = subprocess.run([nvcc.path, '-cubin', '-arch=sm_90a', '-Xptxas', '-v', tmp_path/'w.cu', '-o', tmp_path/'w.cubin'], capture_output=True, text=True)
+    assert r.returncode == 0 and re.search(SERIALIZED, r.stdout+r.stderr), r.stderr
 
 
 def test_cpu_halves_compile():
