@@ -592,13 +592,12 @@ def test_a_checkpoint_has_its_runs_held_out_text(run_dir):
     assert r.ok and r.held_out == '16 held-out tokens' and all(c['ok'] for c in r.checks.values())
 
 @pytest.mark.parametrize('timeout', [1e10, 1e300, float('inf')])
-def test_for_ever_is_a_time_too(timeout, tmp_path):
+def test_for_ever_is_a_time_too(timeout, evil, tmp_path):
     "More than `select` can count is no fault of the export"
     assert P.run_program(['echo', 'x'], timeout) == 'x\n'
-    e, = P.find_engines(['transformers-f32'], timeout)
-    try:
-        with pytest.raises(P.EngineError, match='OSError|ValueError|Error: '): e.load(tmp_path) # What it says of an empty directory: it was asked
-    finally: e.close()
+    e = evil('noise', timeout=timeout)
+    e.load(tmp_path)
+    assert e.tokens([1], 2) == [1, 2]
 
 def test_a_guard_leaves_the_living_alone(tmp_path):
     "After an orderly end nothing is killed and nothing removed"
