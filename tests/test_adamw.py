@@ -103,6 +103,21 @@ def test_closure_scheduler_and_copying():
 def test_bad_settings_are_named(kw, name):
     with pytest.raises(ValueError, match=f'^{name}='): AdamW(params([(2,)]), **kw)
 
+@pytest.mark.parametrize('kw,say', [(dict(lr=-1.), '^lr='), (dict(betas=(.9, 1.)), '^betas='), (dict(eps=-1.), '^eps='), (dict(weight_decay=math.nan), '^weight_decay='), (dict(amsgrad=True), 'amsgrad is not supported'), (dict(maximize=True), 'maximize is not supported')])
+def test_bad_settings_of_a_group_are_named(kw, say):
+    with pytest.raises(ValueError, match=say): AdamW([dict(params=params([(2,)])), dict(params=params([(2,)]), **kw)])
+    opt = AdamW(params([(2,)]))
+    with pytest.raises(ValueError, match=say): opt.add_param_group(dict(params=params([(2,)]), **kw))
+
+def test_no_gradients_have_no_length(): assert O.grad_norm([]) == 0 and clip_grads([], 1.) == 0
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_a_copy_of_what_is_a_copy_is_refused(dtype):
+    "It would be written instead of the parameter, which then stands still"
+    p = torch.nn.Parameter(torch.ones(3, dtype=dtype)); opt = AdamW([p], lr=.1)
+    with pytest.raises(ValueError, match='itself the copy that is written'): opt.add_copy(p, torch.zeros(3))
+    p.grad = torch.ones_like(p); opt.step(); assert (p < 1).all()
+
 def test_sparse_gradients_are_refused():
     p = torch.nn.Parameter(torch.ones(3, 2)); p.grad = torch.zeros(3, 2).to_sparse()
     with pytest.raises(ValueError, match='dense'): AdamW([p]).step()

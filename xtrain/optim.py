@@ -36,10 +36,13 @@ def adamw_ref(
     p.addcdiv_(m, (v.sqrt()/bias2**.5).add_(eps), value=-lr/bias1)
 
 # %% ../nbs/09_adamw.ipynb #8af3225f
+_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
 def grad_norm(
     grads:list[Tensor], # All gradients, on one device
 )->Tensor: # Scalar, float64
     "Length of all gradients together; right for every finite float32, and without waiting for a GPU"
+    if not grads: return torch.zeros((), dtype=torch.float64)
     if (ns := cuda_ops('adamw', grads[0])) is not None: return ns.grad_norm(grads)
     def norm(kind): return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=kind)).double())
     if grads[0].device.type != 'cpu': return norm(torch.float64)
@@ -53,7 +56,7 @@ def clip_grads(
 )->Tensor: # The norm before, float64
     "Shorten the gradients together to `max_norm`; check the norm that is returned, for without finite gradients there is nothing to shorten"
     norm = grad_norm(grads)
-    if max_norm: torch._foreach_mul_(grads, (max_norm/norm).clamp(max=1.).float())
+    if max_norm and grads: torch._foreach_mul_(grads, (max_norm/norm).clamp(max=1.).float())
     return norm
 
 # %% ../nbs/09_adamw.ipynb #e3b8fb88
@@ -88,7 +91,11 @@ def _same(a, b):
     "The very same objects, one by one?"
     return len(a) == len(b) and all(map(is_, a, b))
 
-_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+def _settings(lr=0., betas=(), eps=0., weight_decay=0., amsgrad=False, maximize=False, **other):
+    "ValueError for what no step can be taken with"
+    for name, x, ok in (('lr', lr, isinstance(lr, Tensor) or lr >= 0), ('betas', betas, all(0 <= b < 1 for b in betas)), ('eps', eps, eps >= 0), ('weight_decay', weight_decay, weight_decay >= 0)):
+        if not ok: raise ValueError(f'{name}={x} is out of range')
+    if amsgrad or maximize: raise ValueError(f"{'amsgrad' if amsgrad else 'maximize'} is not supported")
 
 # %% ../nbs/09_adamw.ipynb #f0e54d6f
 class AdamW(torch.optim.Optimizer):
@@ -102,8 +109,8 @@ class AdamW(torch.optim.Optimizer):
         max_norm:float|None=None, # Gradients longer than this are shortened; `math.inf` only looks whether they are finite; None does not look
         hold:bool=False, # After a norm that is not finite, change nothing any more while `stop` is 1
     ):
-        for name, x, ok in (('lr', lr, isinstance(lr, Tensor) or lr >= 0), ('betas', betas, all(0 <= b < 1 for b in betas)), ('eps', eps, eps >= 0), ('weight_decay', weight_decay, weight_decay >= 0), ('max_norm', max_norm, max_norm is None or max_norm > 0)):
-            if not ok: raise ValueError(f'{name}={x} is out of range')
+        if not (max_norm is None or max_norm > 0): raise ValueError(f'max_norm={max_norm} is out of range')
+        _settings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)) # `fused` tells torch that step counts live beside the weights
         self.max_norm, self.hold, self.copies = max_norm, hold, {}
         self.norm = None # Length of the last step's gradients, float64, on the device
@@ -111,6 +118,13 @@ class AdamW(torch.optim.Optimizer):
         self._kept = None
 
     def __getstate__(self): return super().__getstate__() | dict(max_norm=self.max_norm, hold=self.hold, copies=self.copies, norm=self.norm, stop=self.stop, _kept=None)
+
+    def add_param_group(self,
+        param_group, # As torch takes it
+    ):
+        "As torch's; ValueError for a setting that is out of range or that there is not"
+        if isinstance(param_group, dict): _settings(**{k: v for k,v in param_group.items() if k != 'params'})
+        super().add_param_group(param_group)
 
     @staticmethod
     def state_dtype(p)->torch.dtype: # Of moments and master
@@ -138,10 +152,11 @@ class AdamW(torch.optim.Optimizer):
         if device.type == 'cuda': _divides(device)
 
     def add_copy(self,
-        p:Tensor, # A parameter
+        p:Tensor, # A parameter, in float32 or float64
         copy:Tensor, # Same shape and memory order, any float dtype; filled now, and by every step in the pass that writes `p`
     ):
         "Keep a copy of `p` in another dtype"
+        if p.dtype != self.state_dtype(p): raise ValueError(f'copy: a parameter in {p.dtype} is itself the copy that is written, of a master in {self.state_dtype(p)}')
         if copy.shape != p.shape or copy.stride() != p.stride() or copy.device != p.device: raise ValueError(f'copy: {tuple(copy.shape)} with strides {copy.stride()} on {copy.device} does not match the parameter, {tuple(p.shape)} with strides {p.stride()} on {p.device}')
         with torch.no_grad(): copy.copy_(p)
         self.copies[p], self._kept = copy, None

@@ -98,6 +98,7 @@ def check_ids(
 ):
     "ValueError that names the first target outside `[0, V)`; on a GPU nobody looks, and the loss comes out as NaN"
     if torch.compiler.is_compiling() or targets.numel() == 0 or not targets.is_cpu: return
+    targets = targets.long() # torch finds no extremes of uint16, in which token ids are often kept
     lo, hi = (int(x) for x in targets.aminmax())
     if lo >= 0 and hi < V: return
     bad = unknown(targets, V, ignore_index)

@@ -1,0 +1,96 @@
+"Each op in the modes that torch has besides plain eager: a derivative is right or refused, never wrong without a word."
+import math
+import pytest, torch
+import torch.autograd.forward_ad as fwAD
+from xtrain.ops.cross_entropy import cross_entropy, cross_entropy_ref, linear_cross_entropy
+from xtrain.ops.repeat_kv import repeat_kv, repeat_kv_ref
+from xtrain.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from xtrain.ops.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref, rope_tables
+from xtrain.ops.swiglu import swiglu, swiglu_ref
+
+TABLES, IDS = rope_tables(torch.arange(5), 16), torch.tensor([1, 2, -100, 3])
+OPS = {
+    'rms_norm': (rms_norm, rms_norm_ref, [(4, 16), (16,)]),
+    'add_rms_norm': (lambda *x: add_rms_norm(*x)[0], lambda *x: add_rms_norm_ref(*x)[0], [(4, 16), (4, 16), (16,)]),
+    'rope': (lambda x: rope(x, *TABLES), lambda x: rope_ref(x, *TABLES), [(2, 3, 5, 16)]),
+    'qk_norm_rope': (lambda x, w: qk_norm_rope(x, w, *TABLES), lambda x, w: qk_norm_rope_ref(x, w, *TABLES), [(2, 5, 3, 16), (16,)]),
+    'swiglu': (swiglu, swiglu_ref, [(4, 16), (4, 16)]),
+    'repeat_kv': (lambda x: repeat_kv(x, 3), lambda x: repeat_kv_ref(x, 3), [(2, 2, 5, 16)]),
+    'cross_entropy': (lambda z: cross_entropy(z, IDS), lambda z: cross_entropy_ref(z, IDS), [(4, 10)]),
+    'linear_cross_entropy': (lambda h, w: linear_cross_entropy(h, w, IDS), lambda h, w: cross_entropy_ref(h @ w, IDS), [(4, 16), (16, 10)]),
+}
+each_op = pytest.mark.parametrize('op', OPS)
+
+@pytest.fixture(autouse=True)
+def seeded(): torch.manual_seed(0)
+
+def inputs(op): return [torch.randn(s) for s in OPS[op][2]]
+def close(a, b): return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+def pushed(f, xs, needs):
+    "Forward mode, by hand"
+    with fwAD.dual_level(): return fwAD.unpack_dual(f(*[fwAD.make_dual(x.clone().requires_grad_(needs), x.cos()) for x in xs])).tangent
+def mapped(f, xs): return torch.func.vmap(f)(*[x[None]*torch.linspace(.5, 2, 3).view(3, *[1]*x.ndim) for x in xs])
+TRANSFORMS = {
+    'dual': lambda f, xs: pushed(f, xs, False), 'dual with a gradient': lambda f, xs: pushed(f, xs, True),
+    'jvp': lambda f, xs: torch.func.jvp(f, tuple(xs), tuple(x.cos() for x in xs))[1],
+    'vmap': mapped, 'grad': lambda f, xs: torch.func.grad(lambda *x: f(*x).square().sum())(*xs),
+    'vmap of grad': lambda f, xs: mapped(torch.func.grad(lambda *x: f(*x).square().sum()), xs),
+}
+
+@each_op
+@pytest.mark.parametrize('how', TRANSFORMS)
+def test_transforms_are_right_or_refused(op, how):
+    f, ref, _ = OPS[op]
+    xs = inputs(op)
+    want = TRANSFORMS[how](ref, xs)
+    try: got = TRANSFORMS[how](f, xs)
+    except (RuntimeError, NotImplementedError) as e: assert any(w in str(e) for w in ('autograd.Function', 'forward AD', 'forward mode AD', 'atching rule', 'vmap')), e
+    else: assert got is not None and close(got, want)
+
+@each_op
+def test_inference_autocast_deterministic(op):
+    f, ref, _ = OPS[op]
+    xs = inputs(op)
+    want = ref(*xs)
+    with torch.inference_mode(): assert close(f(*[x.clone() for x in xs]), want)
+    leaves = [x.clone().requires_grad_() for x in xs]
+    plain = torch.autograd.grad(f(*leaves).square().sum(), leaves)
+    with torch.autocast('cpu', torch.bfloat16): y = f(*leaves)
+    assert y.dtype == want.dtype and close(y, want)                                 # an op computes in the dtype of its inputs
+    assert all(map(torch.equal, torch.autograd.grad(y.square().sum(), leaves), plain))
+    torch.use_deterministic_algorithms(True)                                        # and fresh memory is filled with NaN
+    try: assert all(map(torch.equal, torch.autograd.grad(f(*leaves).square().sum(), leaves), plain))
+    finally: torch.use_deterministic_algorithms(False)
+
+@each_op
+def test_compiled_with_dynamic_shapes(op):
+    f, ref, _ = OPS[op]
+    torch._dynamo.reset()
+    leaves = [x.requires_grad_() for x in inputs(op)]
+    y = torch.compile(f, fullgraph=True, dynamic=True, backend='aot_eager')(*leaves)
+    assert close(y, ref(*leaves))
+    for a, b in zip(torch.autograd.grad(y.square().sum(), leaves), torch.autograd.grad(ref(*leaves).square().sum(), leaves)): assert close(a, b)
+
+@each_op
+@pytest.mark.parametrize('bad', [math.nan, math.inf, -math.inf])
+def test_not_finite_is_where_the_definition_has_it(op, bad):
+    f, ref, _ = OPS[op]
+    for i in range(len(OPS[op][2])):
+        xs = inputs(op)
+        xs[i].view(-1)[3] = bad
+        assert torch.allclose(f(*xs), ref(*xs), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+@pytest.mark.parametrize('dtype', [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_ids_of_any_integer_dtype(dtype):
+    "Files hold uint16, in which torch finds no extremes"
+    z, h, w, t = torch.randn(4, 10), torch.randn(4, 16), torch.randn(16, 10), torch.tensor([1, 9, 0, 3])
+    assert torch.equal(cross_entropy(z, t.to(dtype)), cross_entropy(z, t)) and torch.equal(linear_cross_entropy(h, w, t.to(dtype)), linear_cross_entropy(h, w, t))
+    for f in (lambda t: cross_entropy(z, t), lambda t: linear_cross_entropy(h, w, t)):
+        with pytest.raises(ValueError, match=r'id 10 at \(2,\)'): f(torch.tensor([1, 9, 10, 3]).to(dtype))
+    if dtype == torch.uint64:
+        with pytest.raises(ValueError, match='is outside'): cross_entropy(z, torch.tensor([1, 2**64-2, 0, 3], dtype=dtype))
+
+def test_ids_on_another_device_are_refused():
+    for f in (lambda t: cross_entropy(torch.randn(4, 10), t), lambda t: linear_cross_entropy(torch.randn(4, 16), torch.randn(16, 10), t)):
+        with pytest.raises(ValueError, match='targets must be on cpu, got meta'): f(torch.zeros(4, dtype=torch.long, device='meta'))
