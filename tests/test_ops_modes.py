@@ -72,6 +72,28 @@ def test_compiled_with_dynamic_shapes(op):
     assert close(y, ref(*leaves))
     for a, b in zip(torch.autograd.grad(y.square().sum(), leaves), torch.autograd.grad(ref(*leaves).square().sum(), leaves)): assert close(a, b)
 
+LAYOUTS = {
+    'windows': lambda s: torch.randn(sum(s)).as_strided(s, [1]*len(s)),             # everything overlaps
+    'expanded': lambda s: torch.randn(1).expand(s),
+    'turned': lambda s: torch.randn(*s[::-1]).permute(*range(len(s))[::-1]),
+    'offset': lambda s: torch.randn(math.prod(s)+3)[3:].view(s),
+}
+
+@each_op
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_layouts_of_inputs_and_gradients(op, layout):
+    f, ref, shapes = OPS[op]
+    lay = LAYOUTS[layout]
+    xs = [lay(s) for s in shapes]
+    want = ref(*xs)
+    g = lay(want.shape) if want.ndim else torch.tensor(2.)
+    before = [t.clone() for t in (*xs, g)]
+    plain, same = [x.contiguous().clone().requires_grad_() for x in xs], [x.as_strided(x.shape, x.stride(), x.storage_offset()).requires_grad_() for x in xs]
+    y = f(*same)
+    assert close(y, want)
+    for a, b in zip(torch.autograd.grad(y, same, g), torch.autograd.grad(ref(*plain), plain, g.contiguous())): assert torch.allclose(a, b, rtol=1e-4, atol=2e-5)
+    assert all(map(torch.equal, (*xs, g), before))                                  # nobody writes to what is not its own
+
 @each_op
 @pytest.mark.parametrize('bad', [math.nan, math.inf, -math.inf])
 def test_not_finite_is_where_the_definition_has_it(op, bad):
