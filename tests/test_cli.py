@@ -347,11 +347,12 @@ def test_a_picture_that_cannot_be(tmp_path, monkeypatch):
 
 def test_a_picture_makes_its_folder(tmp_path, monkeypatch):
     "As every other target does"
+    from matplotlib.figure import Figure
     from xtrain import bench_attention as b
-    monkeypatch.setattr(b, 'bench_attention', lambda *a, **k: {}); monkeypatch.setattr(b, 'table_attention', lambda r: 'a table')
-    monkeypatch.setattr(b, 'picture_attention', lambda r, path: Path(path).write_bytes(b'a picture') and path)
+    r = dict(rows=[dict(shape=[1, 32, 4, 2, 8], who='flash', forward=1e9, backward=1e9)], ceilings=dict(product=1e12))
+    monkeypatch.setattr(b, 'bench_attention', lambda *a, **k: r); monkeypatch.setattr(b, 'table_attention', lambda r: 'a table')
     assert call('bench', 'attention', '--picture', tmp_path/'new'/'a.png').exit_code == 0 and (tmp_path/'new/a.png').exists()
-    monkeypatch.setattr(b, 'picture_attention', lambda *a: 1/0)
+    monkeypatch.setattr(Figure, 'savefig', lambda *a, **k: 1/0)
     assert 'ZeroDivisionError' in call('bench', 'attention', '--picture', tmp_path/'newer'/'a.png').stderr
     assert tree(tmp_path) == ['new', 'new/a.png']
 

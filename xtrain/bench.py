@@ -9,7 +9,6 @@ __all__ = ['COLUMNS', 'SIZES', 'OPS', 'queued_ms', 'median_ms', 'in_turns', 'cei
 # %% ../nbs/40_bench.ipynb #3b303fab
 import importlib, statistics, time
 from dataclasses import dataclass
-from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -454,7 +453,5 @@ def picture(
     a.set(xlabel='arithmetic intensity (operations for each byte)', ylabel='operations/s', title=f"{m['name']}, {m['dtype']}, torch {m['torch']}"); a.grid(alpha=.3)
     a.legend(handles=[Line2D([], [], ls='', marker=s, color='k', label=n) for n, s in mark.items() if n != 'sum'] + [Line2D([], [], ls='', marker='o', mfc='none', color='k', label='best peer, hollow')] + [Line2D([], [], ls='', marker='.', ms=10, color=color[n], label=n) for n in names], fontsize=7, loc='lower right', ncols=2)
     if path is None: return fig
-    from xtrain.files import write_atomic
-    import io
-    buf = io.BytesIO(); fig.savefig(buf, format='png'); write_atomic(Path(path), buf.getvalue())
-    return Path(path)
+    from xtrain.files import write_figure
+    return write_figure(path, fig)

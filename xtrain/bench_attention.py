@@ -188,5 +188,5 @@ def picture_attention(
             line[2].set_yscale('log'); line[2].set(title=f'memory, head size {D}', ylabel='KiB for each token'); line[2].legend(fontsize=7)
     axes[0, 0].legend(fontsize=7)
     if path is None: return fig
-    fig.savefig(path)
-    return path
+    from xtrain.files import write_figure
+    return write_figure(path, fig)

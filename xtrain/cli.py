@@ -624,7 +624,6 @@ def _bench_attention(shapes, lengths, device, picture, as_json):
       xtrain bench attention --shape 2,8192,16,8,128 --json
     """
     from xtrain import bench_attention as bench
-    from xtrain.files import folders_above
     picture = _picture(picture)
     try: shapes = [tuple(int(n) for n in s.split(',')) for s in shapes]
     except ValueError: raise UserError('--shape takes whole numbers with commas between, such as 2,8192,16,8,128') from None
@@ -632,8 +631,7 @@ def _bench_attention(shapes, lengths, device, picture, as_json):
     _status('')
     if as_json: _print_json(r)
     else: click.echo(bench.table_attention(r))
-    if picture:
-        with folders_above(picture): click.echo(f'picture: {bench.picture_attention(r, picture)}', err=True)
+    if picture: click.echo(f'picture: {bench.picture_attention(r, picture)}', err=True)
 
 # %% ../nbs/41_cli.ipynb #07963db2
 @_bench.command('generate')

@@ -17,6 +17,7 @@ _SIZES = ('vocab_size','dim','n_layers','n_heads','n_kv_heads','head_dim','ffn_d
 _SWITCHES = ('qk_norm','qkv_bias') # A config that was written before there were any is Qwen3's
 
 def _is_int(v)->bool: return isinstance(v, int) and not isinstance(v, bool)
+def _in_float32(v)->bool: return (_is_int(v) or isinstance(v, float)) and 1e-38 < v < 3e38 # A positive number that float32 holds
 
 def _check(c):
     "Refuse numbers that cannot be a model"
@@ -27,7 +28,7 @@ def _check(c):
     if c.head_dim % 2: raise UserError(f'head_dim={c.head_dim} is odd; RoPE rotates pairs of channels')
     for f in ('rope_theta','eps'):
         v = getattr(c, f)
-        if not (_is_int(v) or isinstance(v, float)) or not 1e-38 < v < 3e38: raise UserError(f'{f} must be a positive number that float32 holds, got {v!r}')
+        if not _in_float32(v): raise UserError(f'{f} must be a positive number that float32 holds, got {v!r}')
     for f in ('tied', 'qk_norm', 'qkv_bias'):
         if not isinstance(getattr(c, f), bool): raise UserError(f'{f} must be true or false, got {getattr(c, f)!r}')
     if c.qk_norm and c.qkv_bias: raise UserError('qk_norm and qkv_bias are both true; Qwen3 has the norms, Qwen2 the biases, Llama neither, and no format has both')

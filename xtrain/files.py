@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ADVICE', 'PICKLES', 'writing', 'sweep', 'discard', 'others', 'check_place', 'folders_above', 'new_dir', 'new_file',
-           'write_atomic', 'locked', 'no_file', 'once', 'open_safetensors']
+           'write_atomic', 'write_figure', 'locked', 'no_file', 'once', 'open_safetensors']
 
 # %% ../nbs/12_files.ipynb #73a72b2a
-import ctypes, errno, fcntl, json, math, os, re, secrets, shutil, sys
+import ctypes, errno, fcntl, io, json, math, os, re, secrets, shutil, sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from .config import UserError
@@ -204,6 +204,16 @@ def write_atomic(
 ):
     "Write beside `path`, flush to disk, rename: readers see the old file or the new one, never a part"
     with writing(path, every=True), new_file(path, overwrite=True) as tmp: tmp.write_bytes(data.encode() if isinstance(data, str) else data)
+
+def write_figure(
+    path, # Where the PNG shall be, as in `new_file`
+    fig, # A matplotlib figure
+    **how, # As `savefig` takes it
+)->Path: # `path`
+    "A picture, by `write_atomic`"
+    fig.savefig(buf := io.BytesIO(), format='png', **how)
+    write_atomic(path, buf.getvalue())
+    return Path(path)
 
 # %% ../nbs/12_files.ipynb #b79780e6
 @contextmanager

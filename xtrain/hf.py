@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import torch
 from torch import Tensor
-from .config import ModelConfig, UserError
+from .config import ModelConfig, UserError, _in_float32
 from .files import PICKLES, check_place, locked, no_file, once, others
 from .tensors import CODES, TensorFile, dtype_name, finite
 from .export import (DTYPES, KINDS, TENSOR_MAP, VERIFY_MARKS, check_target, check_vocab, export_hf, export_weights, hf_config, hf_shapes, model_card,
@@ -123,7 +123,7 @@ _FAMILIES = { # model_type: architecture, (qk_norm, qkv_bias), keys of which onl
 
 def _number(c, key, where, what=''):
     v = c[key]
-    if not isinstance(v, (int, float)) or isinstance(v, bool) or not 1e-38 < v < 3e38: raise UserError(f'{where}: {what or key} is {_short(v)}; it must be a positive number that float32 holds')
+    if not _in_float32(v): raise UserError(f'{where}: {what or key} is {_short(v)}; it must be a positive number that float32 holds')
     return float(v)
 
 def _size(c, key, where):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from .checkpoint import check_checkpoint, checkpoint_folder, checkpoints, latest_checkpoint, load_checkpoint, read_config, save_checkpoint
 from .config import ModelConfig, UserError
-from .files import folders_above, locked, write_atomic, writing
+from .files import folders_above, locked, write_atomic, write_figure, writing
 from .kernels import backend, no_gpu
 from .model import TinyTransformer
 from .optim import AdamW
@@ -187,7 +187,6 @@ def plot_loss(
     floor:float|None=None, # The best loss there can be, if the data knows it
 )->Path: # The picture
     "Loss of each step, their running mean, held-out loss, and the floor"
-    import io
     from matplotlib.figure import Figure
     rows = [r for r in read_metrics(Path(run_dir)/'metrics.jsonl') if 'loss' in r]
     fig = Figure(figsize=(7, 3.6), dpi=100, layout='constrained')
@@ -202,9 +201,7 @@ def plot_loss(
     late = mean[len(mean)//20:] + [v for _,v in val] + ([floor] if floor else [])  # the first twentieth falls so far that it would flatten the rest
     if late: ax.set_ylim(min(late)-(pad := .05*(max(late)-min(late))+1e-3), max(late)+pad)
     ax.grid(alpha=.3); ax.legend(fontsize=9)
-    buf = io.BytesIO(); fig.savefig(buf, format='png')
-    write_atomic(Path(run_dir)/'loss.png', buf.getvalue())
-    return Path(run_dir)/'loss.png'
+    return write_figure(Path(run_dir)/'loss.png', fig)
 
 # %% ../nbs/23_train.ipynb #8a18ebba
 def pick_device(

@@ -503,11 +503,10 @@ def picture(
         xlabel='largest |Δ log p| over the vocabulary (1e-8: equal)', title='Errors of each engine, and what is allowed (black)'); e.grid(alpha=.3)
     if path:
         import warnings
-        from xtrain.files import write_atomic
+        from xtrain.files import write_figure
         with warnings.catch_warnings():
             warnings.simplefilter('ignore') # a glyph the font lacks is drawn as a box
-            fig.savefig(b := io.BytesIO(), format='png', dpi=80)
-        write_atomic(path, b.getvalue())
+            write_figure(path, fig, dpi=80)
     return fig
 
 # %% ../nbs/33_closed_loop.ipynb #c888377e
