@@ -216,6 +216,7 @@ struct Work {
                             "adamw: masters, moments and step counts must be float32");
             if (p.numel() == 0) continue;
             for (const Tensor* x : {&grads[i], &exp_avgs[i], &exp_avg_sqs[i]}) STD_TORCH_CHECK(x->numel() == p.numel() && x->get_device_index() == p.get_device_index(), "adamw: parameter ", i, " and its gradient or moments differ in size or device");
+            STD_TORCH_CHECK(steps[i].get_device_index() == p.get_device_index() && (copies.empty() || copies[i].get_device_index() == p.get_device_index()), "adamw: the step count or the copy of parameter ", i, " is on another device");
             const Tensor q = is_dense(p) ? p : replace(p, p), m = same_strides(exp_avgs[i], q) ? exp_avgs[i] : replace(exp_avgs[i], q), v = same_strides(exp_avg_sqs[i], q) ? exp_avg_sqs[i] : replace(exp_avg_sqs[i], q);
             if (!same_strides(grads[i], q)) held.push_back(dense_like(grads[i], q));
             const Tensor& g = same_strides(grads[i], q) ? grads[i] : held.back();

@@ -281,7 +281,7 @@ inline Share share_of(const void* kernel, int64_t row_bytes) {
     if (major >= 9) while (parts < MAX_PARTS && row_bytes > (int64_t)room * parts) parts *= 2;
     const int64_t need = (row_bytes / 16 + parts - 1) / parts * 16;
     const int bytes = (int)(need < room ? need : room);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);    // more than 48 KiB is only given when asked for
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);     // more than 48 KiB is only given when asked for; not `bytes`, for another thread may be about to launch this for longer rows
     return {row_bytes > 32 << 10 ? BOTH_THREADS : 128, parts, bytes};
 }
 #endif

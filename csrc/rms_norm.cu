@@ -292,7 +292,9 @@ template <class T> Plan plan(int64_t D, bool aligned, int most) {
     return p;
 }
 
+inline void check_gain(const Tensor& w, const Tensor& x) { STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == x.scalar_type(), "rms_norm: the gain must be float32 or of x's dtype"); }
 template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tensor& w, double eps, Tensor& y, Tensor* sum) {
+    check_gain(w, x);
     const int64_t D = w.numel(), rows = D ? x.numel() / D : 0;
     if (!rows) return;
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -333,7 +335,15 @@ template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tenso
     check_launch("rms_norm forward");
 }
 
+// What a kernel of the backward is made of, and the most shared memory that a launch of it asks for
+template <int NV_, int R_, int STAGES_, bool WIDE_, bool FULL_> struct Ring {
+    static constexpr int NV = NV_, R = R_, STAGES = STAGES_, THREADS = WIDE_ ? 1024 / STAGES_ : BWD_THREADS;
+    static constexpr bool WIDE = WIDE_, FULL = FULL_;
+    static constexpr int bytes(int threads, bool add) { return STAGES * R * NV * (add ? 3 : 2) * threads * 16; }
+    static_assert(bytes(THREADS, true) <= 98 << 10, "a block of sm_86, sm_89 and sm_120 can have 99 KiB, and the kernel declares some itself");
+};
 template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor* dsum, const Tensor& w, double eps, Tensor& dx, Tensor& dw) {
+    check_gain(w, x);
     const int64_t D = w.numel(), rows = D ? x.numel() / D : 0;
     if (!rows) { torch::stable::zero_(dw); return; }
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -352,22 +362,24 @@ template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor
             bwd_any<T, ADD><<<grid_of(rows, "rms_norm"), 256, 0, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)rstd.mutable_data_ptr(), rows, D, (float)eps);
             dw_any<T><<<dim3(ceil_div(D, 128), parts), 128, 0, s>>>(pg, px, (const float*)rstd.const_data_ptr(), (float*)part.mutable_data_ptr(), rows, D);
         } else {
-            auto launch = [&](auto kernel, int R, int stages) {
-                const int threads = p.wide ? p.tpr : BWD_THREADS, groups = threads / p.tpr;
-                int smem = stages * R * p.nv * (ADD ? 3 : 2) * threads * 16;
-                if (!p.wide && smem < groups * D * 4) smem = groups * D * 4;
-                if (smem > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+            auto launch = [&](auto ring) {
+                using K = decltype(ring);
+                const auto kernel = bwd_kernel<T, K::NV, K::R, K::STAGES, K::WIDE, K::FULL, ADD>;
+                constexpr int R = K::R, most = K::bytes(K::THREADS, ADD);
+                const int threads = K::WIDE ? p.tpr : BWD_THREADS, groups = threads / p.tpr, smem = K::bytes(threads, ADD);   // of short rows also `groups` rows of float32
+                // of the widest rows: the limit belongs to the kernel, and another thread may be about to launch it for wider ones
+                if (most > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
                 const int64_t want = (int64_t)sm_count() * (threads < BWD_AT_ONCE ? BWD_AT_ONCE / threads : 1), have = ceil_div(rows, groups * R);
                 parts = want < have ? want : have;
                 part = torch::stable::new_empty(x, {parts, D}, ScalarType::Float);
                 kernel<<<parts, threads, smem, s>>>(pg, px, pd, pw, w_f32, pdx, (float*)part.mutable_data_ptr(), rows, (int)D, p.shift, one_over(D), (float)eps);
             };
-            if (p.wide && p.tpr > 256) launch(bwd_kernel<T, 2, 1, 2, true, false, ADD>, 1, 2);      // four would not fit into 99 KiB, what some cards have
-            else if (p.wide && p.full) launch(bwd_kernel<T, 2, 1, 4, true, true, ADD>, 1, 4);
-            else if (p.wide) launch(bwd_kernel<T, 2, 1, 4, true, false, ADD>, 1, 4);
-            else if (p.nv == 2) launch(bwd_kernel<T, 2, 1, 4, false, false, ADD>, 1, 4);
-            else if (p.full) launch(bwd_kernel<T, 1, 2, 4, false, true, ADD>, 2, 4);
-            else launch(bwd_kernel<T, 1, 2, 4, false, false, ADD>, 2, 4);
+            if (p.wide && p.tpr > 256) launch(Ring<2, 1, 2, true, false>());            // four stages would not fit
+            else if (p.wide && p.full) launch(Ring<2, 1, 4, true, true>());
+            else if (p.wide) launch(Ring<2, 1, 4, true, false>());
+            else if (p.nv == 2) launch(Ring<2, 1, 4, false, false>());
+            else if (p.full) launch(Ring<1, 2, 4, false, true>());
+            else launch(Ring<1, 2, 4, false, false>());
         }
         check_launch("rms_norm backward");
         reduce_parts<T>(part.const_data_ptr(), dw.mutable_data_ptr(), w_f32, parts, D, s);

@@ -5,11 +5,21 @@
 // The gradient of a rotation is the rotation back. dw of the norm is summed per block over a fixed set of rows, then in block order.
 #include "common.cuh"
 
+// `x` with its channels side by side in memory, so that a tensor which torch lays out alike has them so too. Rows that overlap (a sliding window) are
+// copied: torch would lay out its like with the tokens side by side.
+inline Tensor dense_last(const Tensor& x) {
+    const int64_t last = x.dim() - 1;
+    bool dense = x.stride(last) == 1;
+    for (int64_t i = 0; i < last; i++) dense = dense && (x.size(i) < 2 || x.stride(i) == 0 || x.stride(i) >= x.size(last));
+    return dense ? x : torch::stable::contiguous(x);
+}
+
 #ifdef __CUDACC__
 // Measured on an H200. Behind a norm a group turns four heads at once, alone one; the norm's gradient takes four, two blocks on a multiprocessor.
 template <bool NORM> constexpr int TURN_HEADS = NORM ? 4 : 1;
 template <bool NORM> constexpr int TURN_THREADS = NORM ? 256 : 128;
 constexpr int GRAD_HEADS = 4, GRAD_THREADS = 192, GRAD_BLOCKS = 2;
+static_assert(GRAD_BLOCKS * ((2 * 2 * GRAD_HEADS * GRAD_THREADS * 16) + 1024) <= 100 << 10, "two stages of x and g for each block: a multiprocessor of sm_86, sm_89 and sm_120 has 100 KiB, of which the system keeps one a block");
 
 template <class I> struct Strides { I b, h, t; };
 // x is [B, H, T, D] with any strides but a dense last axis, which count vectors where a lane moves vectors (I is unsigned), else
@@ -207,7 +217,6 @@ __global__ void __launch_bounds__(GRAD_THREADS, GRAD_BLOCKS) grad_kernel(const V
     done();
 }
 
-inline Tensor dense_last(const Tensor& x) { return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x); }
 // Do rows begin at 16-byte boundaries?
 inline bool vectors(const Tensor& t, int vec) {
     if (!aligned16(t.const_data_ptr())) return false;
@@ -242,6 +251,7 @@ template <class I> Shape<I> shape_of(const Tensor& x, const Tensor& y, const Ten
     return S;
 }
 
+inline void check_gain(const Tensor& w, const Tensor& x) { STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == x.scalar_type(), "qk_norm_rope: the gain must be float32 or of x's dtype"); }
 // Do whole vectors make up a head, and one warp?
 template <class T> bool one_warp(int64_t D) { return D % (2 * VEC<T>) == 0 && D <= 32 * VEC<T>; }
 
@@ -252,6 +262,7 @@ template <bool NORM, bool BACK> void turn(const Tensor& x_, const Tensor& cs_, c
     torch::stable::accelerator::DeviceGuard guard(x_.get_device_index());
     const cudaStream_t s = stream_of(x_);
     const bool w_f32 = NORM && w->scalar_type() == ScalarType::Float;
+    if (NORM) check_gain(*w, x_);
     DISPATCH(x_.scalar_type(), "rope", {
         const bool fast = one_warp<T>(D);
         STD_TORCH_CHECK(!NORM || fast, "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC<T>, " up to ", 32 * VEC<T>, ", got ", D);
@@ -299,6 +310,7 @@ std::tuple<Tensor, Tensor> qk_norm_rope_backward(const Tensor& g_, const Tensor&
     torch::stable::accelerator::DeviceGuard guard(x_.get_device_index());
     const cudaStream_t s = stream_of(x_);
     const bool w_f32 = w.scalar_type() == ScalarType::Float;
+    check_gain(w, x_);
     DISPATCH(x_.scalar_type(), "qk_norm_rope", {
         STD_TORCH_CHECK(one_warp<T>(D), "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC<T>, " up to ", 32 * VEC<T>, ", got ", D);
         auto fit = [&](const Tensor& t) { return with_vectors(dense_last(t), VEC<T>); };

@@ -263,6 +263,17 @@ def test_the_way_to_the_kernel(kernel):
     assert all(torch.equal(a.state[p]['master'], m) and torch.equal(p, m.bfloat16()) for p, m in zip(P, M))
 
 @needs_cxx
+@pytest.mark.parametrize('dtypes', [(torch.float32, torch.float64), (torch.float64, torch.float32), (torch.bfloat16, torch.float64)])
+def test_a_float64_among_others_is_not_shown_to_the_kernel(kernel, dtypes):
+    A = [torch.nn.Parameter(torch.ones(5, dtype=d)) for d in dtypes]; B = [torch.nn.Parameter(p.detach().double().clone()) for p in A]
+    a, b = AdamW(A, max_norm=1.), AdamW(B, max_norm=1.)
+    for t in range(3):
+        for p, q in zip(A, B): p.grad = torch.full_like(p, t+1.); q.grad = p.grad.double().clone()
+        a.step(); b.step()
+    assert all(torch.allclose(a.state[p].get('master', p).double(), q, rtol=1e-6) for p, q in zip(A, B)) and a.norm.item() == pytest.approx(b.norm.item(), rel=1e-6)
+    P = params([(4,)]); c = torch.zeros(4, dtype=torch.float64); opt = AdamW(P); opt.add_copy(P[0], c); P[0].grad = torch.ones(4); opt.step(); assert torch.equal(c, P[0].double())
+
+@needs_cxx
 def test_the_kernels_rate_may_be_a_tensor_and_nan_holds(kernel):
     P = params([(500,), (12, 12)]); opt = AdamW(P, max_norm=1., hold=True)
     for p in P: p.grad = torch.randn_like(p)

@@ -1,7 +1,8 @@
-"Each op in the modes that torch has besides plain eager: a derivative is right or refused, never wrong without a word."
-import math
+"Each op in the modes that torch has besides plain eager: a derivative is right or refused, never wrong without a word; and what a kernel is never shown."
+import math, types
 import pytest, torch
 import torch.autograd.forward_ad as fwAD
+from xtrain import kernels
 from xtrain.ops.cross_entropy import cross_entropy, cross_entropy_ref, linear_cross_entropy
 from xtrain.ops.repeat_kv import repeat_kv, repeat_kv_ref
 from xtrain.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
@@ -47,6 +48,16 @@ def test_transforms_are_right_or_refused(op, how):
     try: got = TRANSFORMS[how](f, xs)
     except (RuntimeError, NotImplementedError) as e: assert any(w in str(e) for w in ('autograd.Function', 'forward AD', 'forward mode AD', 'atching rule', 'vmap')), e
     else: assert got is not None and close(got, want)
+
+def test_no_kernel_while_tangents_are_pushed(monkeypatch):
+    "An op with no rule for forward mode drops the tangent of an input that needs no gradient, and says nothing"
+    x, shown = types.SimpleNamespace(is_cuda=True, dtype=torch.float32, get_device=lambda: 0), object()
+    monkeypatch.setattr(kernels, 'kernels', lambda name, device: shown)
+    assert kernels.cuda_ops('swiglu', x) is shown
+    with fwAD.dual_level(): assert kernels.cuda_ops('swiglu', x) is None
+    def f(t): assert kernels.cuda_ops('swiglu', x) is None; return t
+    torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
+    assert kernels.cuda_ops('swiglu', x) is shown
 
 @each_op
 def test_inference_autocast_deterministic(op):

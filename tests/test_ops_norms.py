@@ -1,4 +1,6 @@
 "The fused ops add_rms_norm and qk_norm_rope, and what torch is told of the kernels of rms_norm and rope: checked on a CPU with a stand-in for the kernels"
+import random
+
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 
@@ -127,7 +129,10 @@ def stand_in():
             if s.startswith(file) or (file == 'rms_norm') == ('rms' in s.split('(')[0]): assert f'm.def("{s}")' in source, s
     lib = torch.library.Library('xtrain_stand_in', 'DEF')
     own = lambda t: t.clone(memory_format=torch.contiguous_format)
-    def flat(x): return x if x.stride(-1) == 1 else x.contiguous()
+    def flat(x): return x if x.stride(-1) == 1 and all(n < 2 or s == 0 or s >= x.shape[-1] for n, s in zip(x.shape[:-1], x.stride())) else x.contiguous()
+    def readable(f):                                                # as the files check it
+        def g(*args): assert next(t for t in args if isinstance(t, torch.Tensor) and t.ndim == 1).dtype in (args[0].dtype, F32), 'the gain must be float32 or of the dtype of x'; return f(*args)
+        return g
     def into(like, t): return torch.empty_like(flat(like)).copy_(t)
     impl = dict(
         rms_norm=lambda x, w, eps: own(rms_norm_ref(x, w, eps)), rms_norm_backward=lambda g, x, w, eps: tuple(map(own, rms_norm_grad(x, w, g, eps))),
@@ -135,7 +140,7 @@ def stand_in():
         rope=lambda x, c, s: into(x, rope_ref(x, c, s)), rope_backward=lambda g, c, s: into(g, rope_grad(c, s, g)),
         qk_norm_rope=lambda x, w, c, s, eps: own(qk_norm_rope_ref(x, w, c, s, eps).transpose(1, 2)).transpose(1, 2),
         qk_norm_rope_backward=lambda g, x, w, c, s, eps: tuple(map(own, qk_norm_rope_grad(x, w, c, s, g, eps))))
-    for s in SCHEMAS: lib.define(s); lib.impl(s.split('(')[0], impl[s.split('(')[0]], 'CPU')
+    for s in SCHEMAS: name = s.split('(')[0]; lib.define(s); lib.impl(name, readable(impl[name]) if 'norm' in name else impl[name], 'CPU')
     ns = torch.ops.xtrain_stand_in
     for file in ('rms_norm', 'rope'):
         for f in kernels._definitions[file]: f(ns)
@@ -179,6 +184,41 @@ def test_wiring_passes_opcheck(stand_in):
         for op, args in ((ns.rms_norm, (leaf(x), leaf(w), 1e-6)), (ns.add_rms_norm, (leaf(x), leaf(x), leaf(w), 1e-6)), (ns.rms_norm_backward, (x, x, w, 1e-6)), (ns.add_rms_norm_backward, (x, x, x, w, 1e-6)),
                          (ns.rope, (leaf(q), *t)), (ns.rope_backward, (leaf(q), *t)), (ns.qk_norm_rope, (leaf(q.transpose(1, 2)), leaf(w), *t, 1e-6)), (ns.qk_norm_rope_backward, (q, q.transpose(1, 2), w, *t, 1e-6))):
             torch.library.opcheck(op.default, args)
+
+@pytest.mark.parametrize('w_dtype', [F32, F64, BF16, F16])
+@pytest.mark.parametrize('dtype', [F32, BF16, F16])
+def test_a_gain_of_any_dtype_on_the_way_to_the_kernels(wired, dtype, w_dtype):
+    "They read it in float32 or in the rows' dtype; of another one they would read past its end"
+    w, t = (1 + torch.randn(16)/8).to(w_dtype), rope_tables(torch.arange(5), 16, dtype=dtype)
+    x, r, q = (torch.randn(s).to(dtype) for s in ((6, 16), (6, 16), (2, 5, 3, 16)))
+    for f, ref, xs in ((rms_norm, rms_norm_ref, [x, w]), (lambda *a: add_rms_norm(*a)[0], lambda *a: add_rms_norm_ref(*a)[0], [x, r, w]), (lambda x, w: qk_norm_rope(x, w, *t), lambda x, w: qk_norm_rope_ref(x, w, *t), [q, w])):
+        out = ref(*xs)
+        assert torch.equal(f(*xs), out)
+        g = torch.randn_like(out)
+        for a, b in zip(grads(f, xs, g), grads(ref, xs, g)): assert a.dtype == b.dtype and rel_error(a, b) < (1e-5 if dtype == w_dtype == F32 else 2e-2)
+
+@pytest.fixture(scope='module')
+def layout():
+    "What csrc/rope.cu allocates for a result"
+    import os, shutil
+    if not any(map(shutil.which, (os.environ.get('CXX') or 'c++', 'g++', 'clang++'))): pytest.skip('no C++ compiler')
+    return kernels.load_source('''#include "rope.cu"
+Tensor like(const Tensor& x) { return torch::stable::empty_like(dense_last(x)); }
+STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) { m.def("like(Tensor x) -> Tensor"); }
+STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CPU, m) { m.impl("like", TORCH_BOX(&like)); }''', name='layout', gpu=False).like
+
+def test_rows_that_overlap_do_not_turn_a_results_channels_outward(layout, stand_in):
+    "Of a sliding window `empty_like` puts the tokens side by side, where the kernel writes channels; and torch is told the layout that there is"
+    told = kernels._told[stand_in.rope._qualified_op_name][0]
+    window = torch.arange(20.).unfold(0, 16, 1)[None, None]                        # (1, 1, 5, 16), strides (…, 1, 1)
+    assert torch.empty_like(window).stride(-1) != 1 and layout(window).stride(-1) == 1
+    rnd = random.Random(0)
+    for _ in range(400):
+        shape = [rnd.choice((1, 2, 3, 5, 17)) for _ in range(3)] + [rnd.choice((2, 8, 16))]
+        x = torch.zeros(4000).as_strided(shape, [rnd.choice((0, 1, 2, 7, 8, 16, 40, 85)) for _ in range(3)] + [rnd.choice((1, 1, 1, 2))])
+        y = layout(x)
+        assert y.shape == x.shape and y.stride(-1) == 1 and told(x, None, None).stride() == y.stride(), (shape, x.stride(), y.stride())
+    torch.library.opcheck(stand_in.rope.default, (window, *TABLES))
 
 def test_only_one_result_is_used(wired):
     x, r, w, g = torch.randn(4, 16), torch.randn(4, 16), torch.randn(16), torch.randn(4, 16)

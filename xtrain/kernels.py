@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch.autograd import forward_ad
 
 # %% ../nbs/00_kernels.ipynb #9811b681
 def csrc_path()->Path: # Folder that holds the `.cu` files
@@ -435,8 +436,9 @@ def cuda_ops(
     name:str, # A file of `csrc/`, without `.cu`
     x:torch.Tensor, # What the op is to be applied to
 ): # The namespace of its ops, or None: use torch's own
-    "The kernels that can take `x`: on a GPU, in float32, bfloat16 or float16; under `torch.compile` the choice is a constant"
-    return kernels(name, x.get_device()) if x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    "The kernels that can take `x`: on a GPU, in float32, bfloat16 or float16, outside forward-mode differentiation; under `torch.compile` the choice is a constant"
+    if not x.is_cuda or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or forward_ad._current_level >= 0: return None # Through a kernel a tangent would be lost without a word
+    return kernels(name, x.get_device())
 
 # %% ../nbs/00_kernels.ipynb #78376ba5
 def backend(

@@ -43,7 +43,7 @@ def grad_norm(
 )->Tensor: # Scalar, float64
     "Length of all gradients together; right for every finite float32, and without waiting for a GPU"
     if not grads: return torch.zeros((), dtype=torch.float64)
-    if (ns := cuda_ops('adamw', grads[0])) is not None: return ns.grad_norm(grads)
+    if all(g.dtype in _KIND for g in grads) and (ns := cuda_ops('adamw', grads[0])) is not None: return ns.grad_norm(grads)
     def norm(kind): return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=kind)).double())
     if grads[0].device.type != 'cpu': return norm(torch.float64)
     fast = norm(None)
@@ -178,7 +178,7 @@ class AdamW(torch.optim.Optimizer):
         if k is None or k.ends != ends or not _same(k.P, P) or not _same(k.all, self.state.values()): k = self._kept = self._keep(P, ends)
         self._ready(P[0].device)
         M, V, N = ([s[name] for s in k.S] for name in ('exp_avg', 'exp_avg_sq', 'step'))
-        if (ns := cuda_ops('adamw', k.W[0])) is None: self._torch(k.W, G, M, V, k.C, N, ends)
+        if not k.fit or (ns := cuda_ops('adamw', k.W[0])) is None: self._torch(k.W, G, M, V, k.C, N, ends)
         else: self._kernel(ns, k, G, M, V, N)
         return loss
 
@@ -191,7 +191,7 @@ class AdamW(torch.optim.Optimizer):
         M, V, strides = [s['exp_avg'] for s in S], [s['exp_avg_sq'] for s in S], [w.stride() for w in W]
         plain = all(m.stride() == v.stride() == c.stride() == s for m, v, c, s in zip(M, V, C, strides))
         groups = array('q', [k for k, (a, b) in enumerate(zip([0, *ends], ends)) for _ in range(a, b)])
-        return SimpleNamespace(P=P, all=list(self.state.values()), ends=ends, S=S, W=W, C=C, M=M, V=V, strides=strides, plain=plain, sizes=array('q', [w.numel() for w in W]), groups=groups, copied=[c is not w for c, w in zip(C, W)], none=array('q', [0]*len(P)), dtypes=None, kinds=None)
+        return SimpleNamespace(P=P, all=list(self.state.values()), ends=ends, S=S, W=W, C=C, M=M, V=V, strides=strides, plain=plain, sizes=array('q', [w.numel() for w in W]), groups=groups, copied=[c is not w for c, w in zip(C, W)], none=array('q', [0]*len(P)), fit=all(w.dtype == torch.float32 and c.dtype in _KIND for w, c in zip(W, C)), dtypes=None, kinds=None)
 
     def _kernel(self, ns, k, G, M, V, N):
         like, rates = k.W[0], [g['lr'] for g in self.param_groups]

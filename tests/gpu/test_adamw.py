@@ -286,6 +286,21 @@ def test_beyond_2_31_elements():
     c = torch.empty(n, device=DEV, dtype=torch.bfloat16); a.add_copy(p, c); a.step()
     assert torch.equal(c[-9000:], p.detach()[-9000:].bfloat16()) and torch.equal(c[:9000], p.detach()[:9000].bfloat16())
 
+def test_a_float64_among_others():
+    "Goes through torch's routine, as all of them then do"
+    P = [torch.nn.Parameter(torch.ones(5, device=DEV, dtype=d)) for d in (torch.float32, torch.float64, torch.bfloat16)]; Q = [torch.nn.Parameter(p.detach().double().clone()) for p in P]
+    a, b = AdamW(P, max_norm=1.), AdamW(Q, max_norm=1.)
+    for t in range(3):
+        for p, q in zip(P, Q): p.grad = torch.full_like(p, t+1.); q.grad = torch.full_like(q, t+1.)
+        a.step(); b.step()
+    assert all(torch.allclose(a.state[p].get('master', p).double(), q, rtol=1e-6) for p, q in zip(P, Q))
+
+def test_a_step_count_or_a_copy_on_another_device_is_refused():
+    ns, x = kernels('adamw'), torch.ones(3, device=DEV)
+    def call(step, copies): ns.adamw_([x], [x], [torch.zeros_like(x)], [torch.zeros_like(x)], copies, [step], [1], torch.zeros(1, 5, dtype=torch.float64), None, None, math.inf, None, 0)
+    for step, copies in ((torch.zeros(()), []), (torch.zeros((), device=DEV), [torch.ones(3, dtype=torch.bfloat16)])):
+        with pytest.raises(RuntimeError, match='is on another device'): call(step, copies)
+
 def test_a_hundred_runs():
     def run():
         P = params([(70_001,), (300, 7)]); opt = AdamW(P, max_norm=.3)

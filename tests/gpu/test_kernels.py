@@ -94,6 +94,16 @@ def test_an_edited_cell_reloads():
     assert torch.equal(two.times(x), 2*x) and torch.equal(three.times(x), 3*x) and torch.equal(two.times(x.view(10, 100).t()), 2*x.view(10, 100).t())
 
 
+def test_forward_mode_is_right_or_refused():
+    "A kernel has no rule for it, and would drop the tangent without a word"
+    from xtrain.ops.swiglu import swiglu, swiglu_ref
+    a, u, d = torch.randn(3, 4, 16, device='cuda')
+    y, dy = torch.func.jvp(lambda a: swiglu(a, u), (a,), (d,))
+    want, dwant = torch.func.jvp(lambda a: swiglu_ref(a, u), (a,), (d,))
+    assert torch.allclose(y, want, atol=1e-5) and torch.allclose(dy, dwant, atol=1e-5)
+    with torch.autograd.forward_ad.dual_level(): dual = swiglu(torch.autograd.forward_ad.make_dual(a, d), u); assert torch.allclose(torch.autograd.forward_ad.unpack_dual(dual).tangent, dwant, atol=1e-5)
+
+
 def test_streams_graphs_compile():
     ns = k.load_source(source('2.f'), gpu=True)
     k.register(ns.times, lambda x: torch.empty_like(x, memory_format=torch.contiguous_format), None, lambda ctx, g: ns.times(g))

@@ -107,6 +107,38 @@ def test_order_of_roundings():
     assert torch.equal(rms_norm(x64 := randn(64, 128, dtype=BF16), w), rms_norm(x64, w.bfloat16()))
 
 
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('w_dtype', [F64, BF16, F16])
+def test_a_gain_of_another_dtype(ns, dtype, w_dtype):
+    "Is rounded to that of the rows, and gets its gradient in its own; the kernel itself refuses what it cannot read"
+    for D in (64, 1000, 4096):
+        x, r, w, g = rows(30, D, dtype), rows(30, D, dtype), gains(D, w_dtype), rows(30, D, dtype)
+        assert torch.equal(rms_norm(x, w), rms_norm(x, w.to(dtype))) and torch.equal(add_rms_norm(x, r, w)[0], add_rms_norm(x, r, w.to(dtype))[0])
+        for a, b in zip(grads(rms_norm, (x, w), g), grads(rms_norm, (x, w.to(dtype)), g)): assert rel_error(a, b) < 2e-2
+        assert grads(rms_norm, (x, w), g)[1].dtype == w_dtype
+        if w_dtype == dtype: continue
+        for call in (lambda: ns.rms_norm(x, w, 1e-6), lambda: ns.add_rms_norm(x, r, w, 1e-6), lambda: ns.rms_norm_backward(g, x, w, 1e-6), lambda: ns.add_rms_norm_backward(g, g, x, w, 1e-6)):
+            with pytest.raises(RuntimeError, match='the gain must be float32 or of x'): call()
+
+
+def test_threads_with_rows_of_different_width():
+    "How much shared memory a kernel may ask for belongs to the kernel, not to a launch"
+    import threading
+    data = {D: (rows(600, D, BF16), gains(D, F32), rows(600, D, BF16)) for D in (1536, 3584, 4096)}
+    want, wrong = {D: grads(rms_norm, (x, w), g) for D, (x, w, g) in data.items()}, []
+    ns = kernels('rms_norm')
+    def work(D):
+        x, w, g = data[D]
+        try:
+            for _ in range(300):
+                if not all(map(torch.equal, ns.rms_norm_backward(g, x, w, 1e-6), want[D])): wrong.append(D)
+        except RuntimeError as e: wrong.append(f'{D}: {e}')
+    threads = [threading.Thread(target=work, args=(D,)) for D in data]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert not wrong
+
+
 @pytest.mark.parametrize('D,dtype', [(64, F16), (1000, F32), (4096, BF16)])
 def test_opcheck(ns, D, dtype):
     for w in (gains(D, F32),):

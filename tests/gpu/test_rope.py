@@ -81,6 +81,22 @@ def test_qk_norm_rope(ns, B, H, T, D, dtype, lx, lg, kind, master, seed):
     no_larger(dw, tdw, wdw)
 
 
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('D', [6, 16, 64])
+def test_rows_that_overlap(ns, D, dtype):
+    "A sliding window: of such a tensor torch lays out its like with the tokens side by side"
+    t = rope_tables(torch.arange(9, device='cuda'), D, dtype=dtype)
+    x = randn(2, 3, D+8, dtype=dtype).unfold(-1, D, 1)
+    assert x.shape == (2, 3, 9, D) and x.stride()[-2:] == (1, 1)
+    y = rope(x, *t)
+    assert torch.equal(y, rope_ref(x, *t)) and y.stride(-1) == 1
+    g = randn(2, 3, D+8, dtype=dtype).unfold(-1, D, 1)
+    assert torch.equal(grads(lambda x: rope(x, *t), (x.contiguous(),), g)[0], grads(lambda x: rope_ref(x, *t), (x.contiguous(),), g.contiguous())[0])
+    w = 1 + randn(D)/8
+    assert torch.equal(qk_norm_rope(x.transpose(1, 2), w, *t), qk_norm_rope(x.transpose(1, 2).contiguous(), w, *t))
+    if D > 8: assert torch.equal(qk_norm_rope(x.transpose(1, 2), w.double(), *t), qk_norm_rope(x.transpose(1, 2), w, *t))
+
+
 def test_kernel_is_one_pass(ns):
     "The fused op does run where it should: one kernel of ours, and none of torch's"
     x, w, t = randn(2, 64, 8, 128, dtype=BF16), torch.ones(128, device='cuda'), rope_tables(torch.arange(64, device='cuda'), 128, dtype=BF16)

@@ -69,9 +69,11 @@ def rms_norm(
     "`rms_norm_ref` with the backward by hand, bit for bit on a CPU; ValueError for a wrong shape, dtype or device"
     check('x', x, (..., None))
     check('w', w, (x.shape[-1],), device=x.device)
-    if (ns := cuda_ops('rms_norm', x)) is not None: return ns.rms_norm(x, w, eps)
+    if (ns := cuda_ops('rms_norm', x)) is not None: return ns.rms_norm(x, _readable(w, x.dtype), eps)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad): return _RMSNorm.apply(x, w, eps)
     return _forward(x, w, eps)[0]
+
+def _readable(w, dtype): return w if w.dtype in (dtype, torch.float32) else w.float() # The kernels read gains in float32 or in the rows' own dtype
 
 # %% ../../nbs/02_rms_norm.ipynb #4bc550f7
 def add_rms_norm_ref(
@@ -107,7 +109,7 @@ def add_rms_norm(
     check('x', x, (..., None))
     check('res', res, tuple(x.shape), dtype=x.dtype, device=x.device)
     check('w', w, (x.shape[-1],), device=x.device)
-    if (ns := cuda_ops('rms_norm', x)) is not None: return ns.add_rms_norm(x, res, w, eps)
+    if (ns := cuda_ops('rms_norm', x)) is not None: return ns.add_rms_norm(x, res, _readable(w, x.dtype), eps)
     h = x + res
     return rms_norm(h, w, eps), h
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from ..kernels import cuda_ops, defines, register
 from .contract import check
-from .rms_norm import rms_norm, rms_norm_grad, rms_norm_ref
+from .rms_norm import _readable, rms_norm, rms_norm_grad, rms_norm_ref
 
 # %% ../../nbs/03_rope.ipynb #e06d8142
 def rope_tables(
@@ -143,7 +143,7 @@ def qk_norm_rope(
     B, T, H, D = x.shape
     check('w', w, (D,), device=x.device)
     _check_tables((B, H, T, D), x, cos, sin)
-    if _one_pass(D, x.dtype) and (ns := cuda_ops('rope', x)) is not None: return ns.qk_norm_rope(x, w, cos, sin, eps)
+    if _one_pass(D, x.dtype) and (ns := cuda_ops('rope', x)) is not None: return ns.qk_norm_rope(x, _readable(w, x.dtype), cos, sin, eps)
     return rope(rms_norm(x, w, eps).transpose(1, 2), cos, sin)
 
 def _one_pass(D, dtype): return 0 < D <= 512//dtype.itemsize and D % (32//dtype.itemsize) == 0 # The kernel moves 16 bytes a lane, and a head fits the 32 lanes of a warp
@@ -152,7 +152,9 @@ def _one_pass(D, dtype): return 0 < D <= 512//dtype.itemsize and D % (32//dtype.
 @defines('rope')
 def _describe(ns):
     "Shapes and gradients of the kernels in the namespace `ns`"
-    dense = lambda t: t if t.stride(-1) == 1 else t.contiguous()
+    def dense(t): # As `dense_last` in the file
+        *sizes, D = t.shape
+        return t if t.stride(-1) == 1 and all(n < 2 or s == 0 or s >= D for n,s in zip(sizes, t.stride())) else t.contiguous()
     def keep(ctx, inputs, output): ctx.save_for_backward(*inputs[1:])
     def keep_all(ctx, inputs, output):
         *tensors, ctx.eps = inputs
