@@ -6,6 +6,35 @@
 // as much as eight; float32 multiplies in float32. Sums have a fixed order that does not depend on the batch: a row has the same bits in any.
 #include "decode.cuh"
 
+// --- shared memory, as the launches below ask for it -----------------------------------------------------------------------------------
+constexpr int sums_bytes(int NB, int NT) { return 4 * WARPS * 8 * NB * (NT * 8 + 8); }          // what the warps have, to be added up: 8 NB rows
+constexpr int unit_bytes(int NT) { return NT * THREADS * 16; }
+constexpr int tiles_of(int mode, int itemsize, int limit) {                                     // of 8 rows of weights in a unit
+    return mode == ADD ? 1 : mode != SWIGLU ? 4 : itemsize == 2 && limit > 160 << 10 ? 6 : 2;
+}
+constexpr int rows_of(int64_t B, int itemsize, int NT, int limit) {                             // eights of rows of the batch at a time
+    return itemsize == 2 && B > 8 && sums_bytes(4, NT) + 4 * unit_bytes(NT) <= limit - OWN_MOST ? 4 : 1;
+}
+inline int quarter_of(int64_t units, int NB, int NT, int mode, int limit) {                  // units in a quarter of the ring: a block's share if there is room
+    const int all = limit - OWN_MOST - sums_bytes(NB, NT), room = mode == LOGITS ? 64 << 10 : 104 << 10, most = (all < room ? all : room) / (4 * unit_bytes(NT));
+    return (int)(ceil_div(units, 4) <= most ? ceil_div(units, 4) : most < 1 ? 1 : most);
+}
+inline int64_t units_of(int64_t K, int64_t N, int itemsize, int NT, int mode, int64_t& blocks) { // of the block that has most; no more blocks than groups of rows
+    const int64_t steps = ceil_div(K, 32 * (16 / itemsize)), groups = ceil_div(N, 8 * (mode == SWIGLU ? NT / 2 : NT));
+    if (blocks > groups) blocks = groups;
+    return ceil_div(groups, blocks) * steps;
+}
+constexpr int product_bytes(int quarter, int NB, int NT) { return sums_bytes(NB, NT) + 4 * quarter * unit_bytes(NT); }
+constexpr int64_t attend_bytes(int G, int D, int itemsize) { return query_bytes(G, D, itemsize) + 2 * CUT * lanes_of(D, itemsize) * 2 * 16; } // and two cuts of keys and values
+// What a product [B, K] x [K, N] (mode 0 to 3: project, project_add, feed, logits) by `blocks` asks for on a card that gives a block `limit`
+int64_t product_shared(int64_t mode, int64_t B, int64_t K, int64_t N, int64_t itemsize, int64_t blocks, int64_t limit) {
+    const int NT = tiles_of(mode, itemsize, limit), NB = rows_of(B, itemsize, NT, limit);
+    const int64_t units = units_of(K, N, itemsize, NT, mode, blocks);
+    return product_bytes(quarter_of(units, NB, NT, mode, limit), NB, NT);
+}
+// What attention asks for: `group` query heads to a KV head
+int64_t attend_shared(int64_t group, int64_t D, int64_t itemsize) { return attend_bytes(heads_at_once(group), D, itemsize); }
+
 #ifdef __CUDACC__
 // --- y = norm(x) @ w -------------------------------------------------------------------------------------------------------------------
 
@@ -341,14 +370,12 @@ template <class T> __global__ void __launch_bounds__(THREADS) advance_kernel(con
 }
 
 template <class T, int NB, int NT, int MODE> void launch_product(Product& p, int blocks, cudaStream_t s) {
-    constexpr int OUT = MODE == SWIGLU ? NT / 2 : NT, UNIT = NT * THREADS * 16, RED = 4 * WARPS * 8 * NB * (NT * 8 + 8);
-    const int steps = (int)ceil_div(p.K, 32 * (16 / sizeof(T))), groups = (int)ceil_div(p.N, 8 * OUT), limit = smem_limit() - 2048 - RED;
-    if (blocks > groups) blocks = groups;
-    const int units = (int)ceil_div(groups, blocks) * steps, room = (MODE == LOGITS ? 64 << 10 : 104 << 10);
-    p.quarter = (int)ceil_div(units, 4);
-    const int most = (limit < room ? limit : room) / (4 * UNIT);
-    if (p.quarter > most) p.quarter = most < 1 ? 1 : most;
-    launch_chained(product_kernel<T, NB, NT, MODE>, dim3(blocks, (unsigned)ceil_div(p.B, 8 * NB)), RED + 4 * p.quarter * UNIT, s, p);
+    static_assert(product_bytes(1, NB, NT) + OWN_MOST <= (NB == 4 && NT == 4 || NT == 6 ? 163 : 99) * 1024); // what `rows_of` and `tiles_of` look at
+    int64_t most = blocks;
+    const int64_t units = units_of(p.K, p.N, sizeof(T), NT, MODE, most), above = ceil_div(p.B, 8 * NB);
+    STD_TORCH_CHECK(above <= 65535, "decode: at most ", 65535 * 8 * NB, " rows at a time, got ", p.B);
+    p.quarter = quarter_of(units, NB, NT, MODE, smem_limit());
+    launch_chained(product_kernel<T, NB, NT, MODE>, dim3((unsigned)most, (unsigned)above), product_bytes(p.quarter, NB, NT), s, p);
 }
 template <int NT, int MODE> void run_product(const Tensor& x, Product& p, int blocks) {
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -357,9 +384,8 @@ template <int NT, int MODE> void run_product(const Tensor& x, Product& p, int bl
         if constexpr (NT <= 4) launch_product<float, 1, NT, MODE>(p, blocks, s);
     } else {
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "decode: dtype must be float32 or bfloat16");
-        constexpr int LEAST = 4 * WARPS * 32 * (NT * 8 + 8) + 4 * NT * THREADS * 16; // bytes of shared memory for 32 rows at a time; some cards have 99 KiB
-        if (p.B <= 8 || smem_limit() - 2048 < LEAST) launch_product<bf16, 1, NT, MODE>(p, blocks, s);
-        else launch_product<bf16, 4, NT, MODE>(p, blocks, s);
+        if (rows_of(p.B, 2, NT, smem_limit()) == 4) launch_product<bf16, 4, NT, MODE>(p, blocks, s);
+        else launch_product<bf16, 1, NT, MODE>(p, blocks, s);
     }
     check_launch("decode");
 }
@@ -388,7 +414,7 @@ void project_add(const Tensor& x, const Tensor& w, Tensor& h) {
 void feed(const Tensor& x, const Tensor& gain, const Tensor& gate, const Tensor& up, Tensor& y, double eps) {
     Product p = product_of(x, y, eps);
     p.gain = gain.const_data_ptr(); p.w[0] = gate.const_data_ptr(); p.w[1] = up.const_data_ptr();
-    if (smem_limit() > 160 << 10 && x.scalar_type() == ScalarType::BFloat16) run_product<6, SWIGLU>(x, p, sm_count());
+    if (tiles_of(SWIGLU, x.scalar_type() == ScalarType::Float ? 4 : 2, smem_limit()) == 6) run_product<6, SWIGLU>(x, p, sm_count());
     else run_product<2, SWIGLU>(x, p, sm_count());
 }
 // y = norm(x) @ w, the best of each block in `best` [B, blocks, 2]; `bad` becomes 1 if one is not finite
@@ -404,19 +430,21 @@ void attend(const Tensor& qkv, const Tensor& q_gain, const Tensor& k_gain, const
     torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
     const Attend p = attend_of(qkv, q_gain, k_gain, cos, sin, k, v, at, pad, part, arrived, y, eps);
     const cudaStream_t s = stream_of(qkv);
-    const int group = p.H / p.Hkv, chunks = p.D * (qkv.scalar_type() == ScalarType::Float ? 4 : 2) / 16;
+    const int group = p.H / p.Hkv, heads = heads_at_once(group), lanes = lanes_of(p.D, qkv.scalar_type() == ScalarType::Float ? 4 : 2);
+    const int64_t slices = p.Hkv * ceil_div(group, heads);
+    STD_TORCH_CHECK(p.B <= 65535 && slices <= 65535, "decode: at most 65535 rows at a time, and KV heads, got ", p.B, " and ", slices);
     const auto go = [&](auto t, auto g, auto l) {
         using T = decltype(t);
         constexpr int G = decltype(g)::value, L = decltype(l)::value;
-        launch_chained(attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)(p.Hkv * ceil_div(group, G)), p.B), Attention<T, G, L, SPAN>::bytes(p.D) + (size_t)2 * CUT * L * 2 * 16, s, p);
+        launch_chained(attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)slices, p.B), attend_bytes(G, p.D, sizeof(T)), s, p);
     };
     const auto pick = [&](auto t, auto l) {
-        if (group == 1) go(t, std::integral_constant<int, 1>{}, l);
-        else if (group == 2) go(t, std::integral_constant<int, 2>{}, l);
+        if (heads == 1) go(t, std::integral_constant<int, 1>{}, l);
+        else if (heads == 2) go(t, std::integral_constant<int, 2>{}, l);
         else go(t, std::integral_constant<int, 4>{}, l);
     };
     const auto with = [&](auto t) {
-        if (chunks <= 16) pick(t, std::integral_constant<int, 16>{});
+        if (lanes == 16) pick(t, std::integral_constant<int, 16>{});
         else pick(t, std::integral_constant<int, 32>{});
     };
     if (qkv.scalar_type() == ScalarType::Float) with(float{});
@@ -447,10 +475,16 @@ STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
+    m.def("product_shared(int mode, int rows, int K, int N, int itemsize, int blocks, int limit) -> int");
+    m.def("attend_shared(int group, int head_dim, int itemsize) -> int");
     m.def("project(Tensor x, Tensor gain, Tensor wq, Tensor wk, Tensor wv, Tensor bq, Tensor bk, Tensor bv, Tensor(a!) y, float eps, bool late) -> ()");
     m.def("project_add(Tensor x, Tensor w, Tensor(a!) h) -> ()");
     m.def("feed(Tensor x, Tensor gain, Tensor gate, Tensor up, Tensor(a!) y, float eps) -> ()");
     m.def("logits(Tensor x, Tensor gain, Tensor w, Tensor(a!) y, Tensor(b!) best, Tensor(c!) bad, float eps) -> ()");
     m.def("attend(Tensor qkv, Tensor q_gain, Tensor k_gain, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor at, Tensor pad, Tensor(c!) part, Tensor(d!) arrived, Tensor(e!) y, float eps) -> ()");
     m.def("advance(Tensor best, Tensor(a!) ids, Tensor embed, Tensor(b!) log, Tensor(c!) at, Tensor(d!) x) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CompositeExplicitAutograd, m) { // no tensor: a machine without a GPU can ask
+    m.impl("product_shared", TORCH_BOX(&product_shared));
+    m.impl("attend_shared", TORCH_BOX(&attend_shared));
 }

@@ -3,11 +3,16 @@
 #include "common.cuh"
 #include <cmath>
 
-#ifdef __CUDACC__
 constexpr int THREADS = 256, WARPS = THREADS / 32, CUT = 64; // CUT: keys of a block of the attention
+enum { STORE, ADD, SWIGLU, LOGITS };                         // what becomes of a product
 
-enum { STORE, ADD, SWIGLU, LOGITS };  // what becomes of a product
+// Shared memory of a block, in bytes, beside what a kernel itself declares (less than OWN_MOST); no launch asks for more than a card gives a block: 99 KiB, on sm_80 163, on Hopper 227.
+constexpr int OWN_MOST = 2048;
+constexpr int heads_at_once(int group) { return group <= 1 ? 1 : group == 2 ? 2 : 4; }          // query heads of a group that a block of the attention takes
+constexpr int lanes_of(int D, int itemsize) { return D * itemsize <= 256 ? 16 : 32; }           // 16 bytes each
+HD constexpr size_t query_bytes(int G, int D, size_t itemsize) { return (size_t)(G + 2) * D * itemsize + (size_t)WARPS * G * D * 4; }  // queries, new key and value; answers of the warps
 
+#ifdef __CUDACC__
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -72,7 +77,7 @@ template <class T, int G, int L, int SPAN> struct Attention {
     static_assert(KEYS >= 1);
     using V = Vec<T, E>;
     struct Shared { float ms[WARPS][G], ls[WARPS][G]; bool last; };
-    static HD size_t bytes(int D) { return (size_t)(G + 2) * D * sizeof(T) + (size_t)WARPS * G * D * 4; }
+    static HD size_t bytes(int D) { return query_bytes(G, D, sizeof(T)); }
 
     Attend p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % L, sub = threadIdx.x / L, chunks = p.D / E, group = p.H / p.Hkv, slices = (group + G - 1) / G;
@@ -284,11 +289,17 @@ template <class T, int G, int L, int SPAN> struct Attention {
     }
 };
 
+inline void allow_smem(const void* kernel, int64_t bytes) {
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (e == cudaSuccess) return;
+    cudaGetLastError();
+    STD_TORCH_CHECK(false, "decode: ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));
+}
 template <class... P, class... A> void launch_chained(void (*kernel)(P...), dim3 blocks, size_t smem, cudaStream_t s, A... args) {
     int dev, major;
     cudaGetDevice(&dev);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+    allow_smem((const void*)kernel, smem);
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared); // or the next kernel's blocks find no room beside this one's
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

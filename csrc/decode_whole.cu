@@ -11,8 +11,21 @@
 #include "decode.cuh"
 #include <algorithm>
 
-#ifdef __CUDACC__
 constexpr int PART = 1024, ROW = 2 * PART + 64, SLOT = 8 * ROW; // columns of a unit; bytes of its row (64 more, so that 8 rows lie in different banks); of a unit
+// How a block's shared memory is dealt: the ring's slots, what lies behind them, activations of a row, the table of layers. Less than 3 slots: it does not fit
+constexpr int LAYER = 16 * 8, LEAST = 3, MOST = 16;
+struct Deal { int64_t columns, work, table, slots, bytes; };
+inline Deal deal(int64_t B, int64_t H, int64_t Hkv, int64_t D, int64_t E, int64_t F, int64_t layers, int64_t limit) {
+    Deal d{};
+    d.columns = ceil_div(std::max(E, std::min(std::max(F, H * D), (int64_t)4096)), PART) * PART;
+    d.work = 2 * 4 * WARPS * B * (6 * 8 + 8) + query_bytes(H / Hkv <= 2 ? 2 : 4, D, 2) + 2 * B * (d.columns + 32);
+    d.table = layers * LAYER;
+    d.slots = std::clamp((limit - OWN_MOST - d.work - d.table) / SLOT, (int64_t)0, (int64_t)MOST);
+    d.bytes = d.slots * SLOT + d.work + d.table;
+    return d;
+}
+
+#ifdef __CUDACC__
 [[maybe_unused]] constexpr unsigned EMPTY = ~0u;
 
 struct Layer { const bf16 *attn_norm, *wq, *wk, *wv, *bq, *bk, *bv, *q_norm, *k_norm, *wo, *ffn_norm, *w_gate, *w_up, *w_down; bf16 *k, *v; };
@@ -27,7 +40,9 @@ struct Whole {
     Attend a;
 };
 
-#if __CUDA_ARCH__ / 100 == 9
+static_assert(sizeof(Layer) == LAYER);
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __device__ __forceinline__ unsigned shared(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void barrier_wait(unsigned bar, unsigned parity) {
     asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar), "r"(parity) : "memory");
@@ -304,7 +319,7 @@ template <int NT, int MODE> struct Tiles {
 // 12 warps: eight compute; of the four others one fetches, and their registers go to the eight
 constexpr int ALL = THREADS + 128;
 template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __grid_constant__ Whole s) {
-#if __CUDA_ARCH__ / 100 == 9
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using A = Attention<bf16, G, 16, 1>;
     extern __shared__ __align__(128) unsigned char smem[];
     __shared__ __align__(8) unsigned long long bars[2][16];
@@ -450,7 +465,24 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
         Tiles<1, ADD>::compute(ring, layer(i, 3), s, red, other, squared, xb);
     }
     Tiles<4, LOGITS>::compute(ring, last(), s, red, other, squared, xb);
+#else
+    __trap();                                                    // not code for this card: better to stop than to leave memory as it was
 #endif
+}
+
+// Hopper, and code made for it? PTX of an older card (TORCH_CUDA_ARCH_LIST=8.0+PTX) runs on Hopper too, and has none of this.
+static bool is_hopper() {
+    int dev, major;
+    cudaGetDevice(&dev);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
+    if (major != 9) return false;
+    static const bool ours = [] {
+        cudaFuncAttributes a;
+        const bool found = cudaFuncGetAttributes(&a, whole_kernel<2>) == cudaSuccess;
+        if (!found) cudaGetLastError();
+        return found && a.ptxVersion >= 90;
+    }();
+    return ours;
 }
 
 // All layers and the head: `layers` holds 16 addresses for each (see `Layer`), `flow` [2, layers, ...] (see `Whole`) full of ones before the first step, `part` twice as
@@ -471,15 +503,11 @@ void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, c
     STD_TORCH_CHECK(part.numel() >= 2ll * s.a.B * s.a.H * s.a.cuts * (s.a.D + 1), "decode: `part` is too small");
     const auto go = [&](auto g) {
         constexpr int G = decltype(g)::value;
-        const int widest = std::max(s.F, s.a.H * s.a.D), room = std::max(s.E, std::min(widest, 4096));
-        s.columns = (int)ceil_div(room, PART) * PART;
-        s.work = (int)(2 * 4 * WARPS * s.a.B * (6 * 8 + 8) + Attention<bf16, G, 16, 1>::bytes(s.a.D) + 2 * s.a.B * (s.columns + 32));
-        const int table = s.n_layers * (int)sizeof(Layer);
-        s.slots = (smem_limit() - 2048 - s.work - table) / SLOT;
-        if (s.slots > 16) s.slots = 16;
-        STD_TORCH_CHECK(s.slots >= 3, "decode: not enough shared memory for a whole step");
-        const int bytes = s.slots * SLOT + s.work + table;
-        cudaFuncSetAttribute(whole_kernel<G>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        const Deal d = deal(s.a.B, s.a.H, s.a.Hkv, s.a.D, s.E, s.F, s.n_layers, smem_limit());
+        STD_TORCH_CHECK(d.slots >= LEAST, "decode: not enough shared memory for a whole step");
+        s.columns = (int)d.columns, s.work = (int)d.work, s.slots = (int)d.slots;
+        const int bytes = (int)d.bytes;
+        allow_smem((const void*)whole_kernel<G>, bytes);
         cudaLaunchAttribute together{};
         together.id = cudaLaunchAttributeCooperative;                          // all blocks at once, or some would wait for ever for what the others write
         together.val.cooperative = 1;
@@ -487,6 +515,7 @@ void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, c
         c.gridDim = dim3(blocks); c.blockDim = dim3(ALL); c.dynamicSmemBytes = bytes; c.stream = stream_of(x); c.attrs = &together; c.numAttrs = 1;
         cudaLaunchKernelEx(&c, whole_kernel<G>, s);
     };
+    STD_TORCH_CHECK(is_hopper(), "decode: no code for this card in a library of a whole step");
     if (group <= 2) go(std::integral_constant<int, 2>{});
     else go(std::integral_constant<int, 4>{});
     check_launch("decode, a whole step");
@@ -494,7 +523,21 @@ void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, c
 STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) { m.impl("whole", TORCH_BOX(&whole)); }
 #endif
 
+// Bytes of shared memory that a whole step asks for on a card that gives a block `limit` (0: on the current one, and -1 if that has no code of ours); -1: it does not fit, the chain does it
+int64_t whole_shared(int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t dim, int64_t ffn, int64_t layers, int64_t limit) {
+#ifdef __CUDACC__
+    if (!limit) {
+        if (!is_hopper()) return -1;
+        limit = smem_limit();
+    }
+#endif
+    const Deal d = deal(rows, heads, kv_heads, head_dim, dim, ffn, layers, limit);
+    return d.slots >= LEAST ? d.bytes : -1;
+}
+STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CompositeExplicitAutograd, m) { m.impl("whole_shared", TORCH_BOX(&whole_shared)); }
+
 STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
+    m.def("whole_shared(int rows, int heads, int kv_heads, int head_dim, int dim, int ffn, int layers, int limit) -> int");
     m.def("whole(Tensor layers, Tensor final_norm, Tensor head, Tensor x, Tensor(a!) flow, Tensor(b!) logits, Tensor(c!) best, Tensor(d!) bad, Tensor(e!) count, "
           "Tensor cos, Tensor sin, Tensor k, Tensor v, Tensor at, Tensor pad, Tensor(f!) part, int heads, int ffn, float eps) -> ()");
 }

@@ -9,6 +9,11 @@
 #include <algorithm>
 #include <optional>
 
+// Kernels by what a launch of each asks for, as `shared_bytes` is asked: bytes of shared memory beside what the kernel itself declares, or -1 if these files have no such kernel.
+// Every card since sm_80 gives a block 99 KiB (sm_80 itself 163, Hopper 227), of which a kernel's own declarations are part.
+enum Launch { FORWARD, BACKWARD_KEYS, BACKWARD_QUERIES, FEW, HOPPER_FORWARD, HOPPER_SHORT_FORWARD, HOPPER_BACKWARD };
+constexpr int SMALL = 99 * 1024, HOPPER_MOST = 227 * 1024, OWN_MOST = 1024; // what every card gives, what Hopper does; room left for what a kernel declares
+
 #ifdef __CUDACC__
 struct Rows { // [B, H, N, D] with any strides, the last one 1
     void* p;
@@ -92,6 +97,13 @@ inline const int* ints(const std::optional<Tensor>& t, const char* name) {
     STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int && t->is_contiguous(), "flash: ", name, " must be contiguous int32");
     return (const int*)t->const_data_ptr();
 }
+// Kernels count the rows of a head and the blocks in 32 bits; no tile has less than 16 rows
+inline void countable(const Tensor& q, const Tensor& k) {
+    int64_t most = 0;
+    for (int i = 0; i < 4; i++) most = std::max({most, q.size(i), k.size(i)});
+    STD_TORCH_CHECK(most < (1ll << 31) - 256 && (double)q.size(0) * (double)std::max(q.size(1) * ceil_div(q.size(2), 16), k.size(1) * ceil_div(k.size(2), 16)) < (double)(1ll << 31),
+                    "flash: more rows than the kernels count (2^31 of a head, 2^31 tiles of 16 in all); call it on parts");
+}
 inline Flash problem(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& pad, const std::optional<Tensor>& key_runs,
                      const std::optional<Tensor>& query_runs, bool causal, double scale) {
     Flash f{};
@@ -101,8 +113,17 @@ inline Flash problem(const Tensor& q, const Tensor& k, const Tensor& v, const st
     f.group = f.Hkv ? f.H / f.Hkv : 0, f.causal = causal, f.scale = scale, f.scale_log2 = (float)(scale * 1.4426950408889634);
     return f;
 }
-inline void allow_smem(const void* kernel, int bytes) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); // always: static shared memory counts toward the 48 KiB that need no asking
+inline int made_for_of(const void* kernel) { // 90: of the PTX that this card's code of a kernel was made from; 0 if there is none
+    cudaFuncAttributes a;
+    if (cudaFuncGetAttributes(&a, kernel) == cudaSuccess) return a.ptxVersion;
+    cudaGetLastError();
+    return 0;
+}
+inline void allow_smem(const void* kernel, int bytes) { // always: static shared memory counts toward the 48 KiB that need no asking
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e == cudaSuccess) return;
+    cudaGetLastError();
+    STD_TORCH_CHECK(false, "flash: ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));
 }
 template <class T> void run_delta(const Flash& f, bool vec, cudaStream_t s) {
     constexpr int N = 16 / sizeof(T);
@@ -117,6 +138,7 @@ template <class T> void run_delta(const Flash& f, bool vec, cudaStream_t s) {
 // The ops, over `Impl::forward<T>(f, stream)` and `Impl::backward<T>(f, stream)`; Impl::VEC says whether they copy 16 bytes at a time.
 template <class Impl> std::tuple<Tensor, Tensor> flash(const Tensor& q_, const Tensor& k_, const Tensor& v_, const std::optional<Tensor>& pad, const std::optional<Tensor>& key_runs,
                                                        const std::optional<Tensor>& query_runs, bool causal, double scale) {
+    countable(q_, k_);
     torch::stable::accelerator::DeviceGuard guard(q_.get_device_index());
     const Tensor q = readable(q_, Impl::VEC), k = readable(k_, Impl::VEC), v = readable(v_, Impl::VEC);
     Tensor o = empty_as(q, true), lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
@@ -131,6 +153,7 @@ template <class Impl> std::tuple<Tensor, Tensor> flash(const Tensor& q_, const T
 template <class Impl> std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& g_, const std::optional<Tensor>& g_lse, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& o,
                                                                         const Tensor& lse, const std::optional<Tensor>& pad, const std::optional<Tensor>& key_runs,
                                                                         const std::optional<Tensor>& query_runs, bool causal, double scale) {
+    countable(q_, k_);
     torch::stable::accelerator::DeviceGuard guard(q_.get_device_index());
     const Tensor q = readable(q_, Impl::VEC), k = readable(k_, Impl::VEC), v = readable(v_, Impl::VEC), g = readable(g_, Impl::VEC);
     Tensor dq = empty_as(q, heads_inside(q_)), dk = empty_as(k, heads_inside(k_)), dv = empty_as(v, heads_inside(v_));
@@ -145,15 +168,19 @@ template <class Impl> std::tuple<Tensor, Tensor, Tensor> flash_backward(const Te
     return {dq, dk, dv};
 }
 #define FLASH_OPS(Impl)                                        \
+    SHARED_BYTES                                               \
     STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {            \
         m.impl("flash", TORCH_BOX(&flash<Impl>));              \
         m.impl("flash_backward", TORCH_BOX(&flash_backward<Impl>)); \
     }
 #else
-#define FLASH_OPS(Impl)
+#define FLASH_OPS(Impl) SHARED_BYTES
 #endif
+// `shared_bytes` of the file that defines it; without a tensor, so a machine without a GPU can ask
+#define SHARED_BYTES STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CompositeExplicitAutograd, m) { m.impl("shared_bytes", TORCH_BOX(&shared_bytes)); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
+    m.def("shared_bytes(int launch, int head_dim) -> int");
     m.def("flash(Tensor q, Tensor k, Tensor v, Tensor? pad, Tensor? key_runs, Tensor? query_runs, bool causal, float scale) -> (Tensor, Tensor)");
     m.def("flash_backward(Tensor g, Tensor? g_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? pad, Tensor? key_runs, Tensor? query_runs, bool causal, float scale) -> (Tensor, Tensor, Tensor)");
 }

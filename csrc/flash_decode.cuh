@@ -4,8 +4,17 @@
 #pragma once
 #include "flash.cuh"
 
-#ifdef __CUDACC__
 template <int D> struct Cut { static constexpr int WARP = D <= 128 ? 32 : 16, KEYS = 4 * WARP; }; // keys at a time: a warp, a block
+template <int D> constexpr int few_bytes = 16 * D * 2 + 4 * 2 * Cut<D>::WARP * D * 2;             // of shared memory: queries, each warp's keys and values
+// How many cuts a block takes: all, so that nothing is left to be joined, where a block for each KV head fills the card at once, or nearly, and one for each cut would come in rounds; else one.
+// `room`: bytes of shared memory of a multiprocessor, of which the system and the kernel take less than 2 KiB a block
+template <int D> constexpr int few_all_bytes(int64_t rows) { return few_bytes<D> + (int)(4 * rows * D * 4); }
+template <int D> int64_t few_run(int64_t heads, int64_t cuts, int64_t rows, int64_t room, int64_t sms) {
+    const int64_t bytes = few_all_bytes<D>(rows), fit = room / (bytes + 2048) * sms;
+    return bytes <= SMALL && heads <= fit && 2 * heads > fit && heads * cuts > fit ? cuts : 1;
+}
+
+#ifdef __CUDACC__
 constexpr int MAX_ROWS = 16; // queries of a group
 constexpr int MAX_CUTS = 32; // of a cache; a lane of a warp for each when they are joined
 
@@ -205,25 +214,22 @@ inline int tiles_in_cut(const Flash& f, int keys) { // of `keys` keys each; 256 
     return all <= 2 ? all : tiles_of(all, MAX_CUTS);
 }
 inline int cuts_of(const Flash& f, int keys, int each) { return std::max(1, tiles_of(f.S, keys * each)); }
-// How many cuts a block takes: all, so that nothing is left to be joined, where a block for each KV head fills the card at once, or nearly, and one for each cut would come in rounds; else one
-template <int D> int run_of(const Flash& f, int cuts, int shared) {
+template <int D> int run_of(const Flash& f, int cuts) {
     int dev, room;
     cudaGetDevice(&dev);
     cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
-    const int bytes = shared + 4 * f.group * f.T * D * 4;
-    const int64_t fit = room / (bytes + 2048) * sm_count(), heads = (int64_t)f.B * f.Hkv;
-    return bytes <= 99 * 1024 && heads <= fit && 2 * heads > fit && heads * cuts > fit ? cuts : 1;
+    return (int)few_run<D>((int64_t)f.B * f.Hkv, cuts, f.group * f.T, room, sm_count());
 }
 template <class T, int D, bool ONE> void decode_cuts(const Flash& f, int each, int cuts, cudaStream_t s) {
-    constexpr int shared = 16 * D * 2 + 4 * 2 * Cut<D>::WARP * D * 2;
-    static_assert(shared >= 4 * 16 * D * 4 && shared <= 99 * 1024);
+    constexpr int shared = few_bytes<D>;
+    static_assert(shared >= 4 * 16 * D * 4);
     float* lse = f.delta + (int64_t)f.B * f.H * f.T * cuts * D;
-    const int run = ONE ? run_of<D>(f, cuts, shared) : 1, bytes = shared + (run > 1 ? 4 * f.group * f.T * D * 4 : 0), per = tiles_of(cuts, run);
+    const int run = ONE ? run_of<D>(f, cuts) : 1, bytes = run > 1 ? few_all_bytes<D>(f.group * f.T) : shared, per = tiles_of(cuts, run);
     allow_smem((const void*)decode_kernel<T, D, ONE>, bytes);
     decode_kernel<T, D, ONE><<<f.B * f.Hkv * per, 128, bytes, s>>>(f, f.delta, lse, cuts, each, run);
     if (per == 1) return;
-    if (cuts <= 4) launch_after(join_few<T, D>, (int)ceil_div(f.B * f.H * f.T, 4), 128, s, f, f.delta, lse, cuts);
-    else launch_after(join_many<T, D>, f.B * f.H * f.T * (D / 32), 32 * std::min(32, pow2_at_least(ceil_div(cuts, 8))), s, f, f.delta, lse, cuts);
+    if (cuts <= 4) launch_after(join_few<T, D>, (int)ceil_div((int64_t)f.B * f.H * f.T, 4), 128, s, f, f.delta, lse, cuts);
+    else launch_after(join_many<T, D>, grid_of((int64_t)f.B * f.H * f.T * (D / 32), "flash"), 32 * std::min(32, pow2_at_least(ceil_div(cuts, 8))), s, f, f.delta, lse, cuts);
 }
 template <class T, int D> void decode(const Flash& f, cudaStream_t s) {
     const int each = tiles_in_cut(f, Cut<D>::KEYS), cuts = cuts_of(f, Cut<D>::KEYS, each);

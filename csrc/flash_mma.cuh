@@ -1,6 +1,18 @@
 // Flash attention on tensor cores by mma.sync, sm_80 and newer: bfloat16 and float16, float32 accumulation, head_dim a multiple of 8 up to HEAD_DIM.
 // A warp owns 16 (or 2 x 16) rows of a product; scores stay in its registers, where a product's result has the layout of the next product's left factor.
 #include "flash.cuh"
+#if HEAD_DIM <= 128 && !defined(MMA_ONLY)
+#define HOPPER (HEAD_DIM <= 64 ? 64 : 128) // columns of a tile in shared memory
+#endif
+
+// Tiles for each head_dim: rows and columns, and warps. Shared memory stays under 99 KiB, which every card since sm_86 has.
+template <int D> struct Sizes;
+template <> struct Sizes<32> { static constexpr int FM = 128, FN = 64, FW = 4, KM = 128, KN = 64, KW = 8, QM = 128, QN = 64, QW = 4; };
+template <> struct Sizes<64> { static constexpr int FM = 128, FN = 64, FW = 4, KM = 128, KN = 64, KW = 8, QM = 128, QN = 32, QW = 4; };
+template <> struct Sizes<96> { static constexpr int FM = 128, FN = 32, FW = 4, KM = 64, KN = 64, KW = 4, QM = 128, QN = 32, QW = 4; };
+template <> struct Sizes<128> { static constexpr int FM = 128, FN = 32, FW = 4, KM = 64, KN = 32, KW = 4, QM = 128, QN = 16, QW = 4; };
+template <> struct Sizes<192> { static constexpr int FM = 64, FN = 64, FW = 4, KM = 64, KN = 32, KW = 4, QM = 64, QN = 32, QW = 4; };
+template <> struct Sizes<256> { static constexpr int FM = 64, FN = 32, FW = 4, KM = 64, KN = 16, KW = 4, QM = 64, QN = 16, QW = 4; };
 
 #ifdef __CUDACC__
 template <class T> __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -128,10 +140,35 @@ template <class T, int D, int MT> __device__ __forceinline__ void store(T* to, i
 
 #endif
 #include "flash_decode.cuh"
-#if HEAD_DIM <= 128 && !defined(MMA_ONLY)
-#define HOPPER (HEAD_DIM <= 64 ? 64 : 128) // columns of a tile in shared memory
+#ifdef HOPPER
 #include "flash_sm90.cuh"
 #endif
+
+constexpr int bytes_of(Launch l) { // what a launch asks for
+    using Z = Sizes<HEAD_DIM>;
+    switch (l) {
+        case FORWARD: return (Z::FM + 2 * Z::FN) * HEAD_DIM * 2;
+        case BACKWARD_KEYS: return (2 * Z::KM + 4 * Z::KN) * HEAD_DIM * 2 + 4 * Z::KN * 4;
+        case BACKWARD_QUERIES: return (2 * Z::QM + 4 * Z::QN) * HEAD_DIM * 2;
+        case FEW: return few_bytes<HEAD_DIM>;
+#ifdef HOPPER
+        case HOPPER_FORWARD: return forward_sm90_bytes<HOPPER>(HEAD_DIM == 64 ? 3 : 2);
+        case HOPPER_SHORT_FORWARD: return forward_sm90_bytes<HOPPER>(2);
+        case HOPPER_BACKWARD: return One<HOPPER, HEAD_DIM>::BYTES;
+#endif
+        default: return -1;
+    }
+}
+int64_t shared_bytes(int64_t launch, int64_t D) { return bytes_of((Launch)launch); }
+// FEW, where a block may take all cuts of a cache: what it then asks for; `room` and `sms` are the card's
+int64_t few_shared(int64_t heads, int64_t cuts, int64_t rows, int64_t room, int64_t sms) {
+    return few_run<HEAD_DIM>(heads, cuts, rows, room, sms) > 1 ? few_all_bytes<HEAD_DIM>(rows) : few_bytes<HEAD_DIM>;
+}
+STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) { m.def("few_shared(int heads, int cuts, int rows, int room, int sms) -> int"); }
+STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CompositeExplicitAutograd, m) { m.impl("few_shared", TORCH_BOX(&few_shared)); }
+static_assert(std::max({bytes_of(FORWARD), bytes_of(BACKWARD_KEYS), bytes_of(BACKWARD_QUERIES), bytes_of(FEW)}) + OWN_MOST <= SMALL);
+static_assert(bytes_of(HOPPER_FORWARD) + OWN_MOST <= HOPPER_MOST && bytes_of(HOPPER_SHORT_FORWARD) + OWN_MOST <= HOPPER_MOST && bytes_of(HOPPER_BACKWARD) + 256 <= HOPPER_MOST);
+
 #ifdef __CUDACC__
 
 template <class T, int D, int BM, int BN, int WARPS> __global__ void __launch_bounds__(WARPS * 32) forward_kernel(const Flash f) {
@@ -304,19 +341,10 @@ template <class T, int D, int BM, int BN, int WARPS, bool KEYS, bool A, bool B> 
     if constexpr (B) store<T, D, MT>(f.dv.at<T>(b, h), f.dv.n, r0 + row0, n_own, f.D, d2, one, lane);
 }
 
-// Tiles for each head_dim: rows and columns, and warps. Shared memory stays under 99 KiB, which every card since sm_86 has.
-template <int D> struct Sizes;
-template <> struct Sizes<32> { static constexpr int FM = 128, FN = 64, FW = 4, KM = 128, KN = 64, KW = 8, QM = 128, QN = 64, QW = 4; };
-template <> struct Sizes<64> { static constexpr int FM = 128, FN = 64, FW = 4, KM = 128, KN = 64, KW = 8, QM = 128, QN = 32, QW = 4; };
-template <> struct Sizes<96> { static constexpr int FM = 128, FN = 32, FW = 4, KM = 64, KN = 64, KW = 4, QM = 128, QN = 32, QW = 4; };
-template <> struct Sizes<128> { static constexpr int FM = 128, FN = 32, FW = 4, KM = 64, KN = 32, KW = 4, QM = 128, QN = 16, QW = 4; };
-template <> struct Sizes<192> { static constexpr int FM = 64, FN = 64, FW = 4, KM = 64, KN = 32, KW = 4, QM = 64, QN = 32, QW = 4; };
-template <> struct Sizes<256> { static constexpr int FM = 64, FN = 32, FW = 4, KM = 64, KN = 16, KW = 4, QM = 64, QN = 16, QW = 4; };
-
 struct Mma {
     static constexpr bool VEC = true;
     using Z = Sizes<HEAD_DIM>;
-    static bool few(const Flash& f) { return f.T * f.group <= MAX_ROWS; }
+    static bool few(const Flash& f) { return (int64_t)f.T * f.group <= MAX_ROWS; }
     static int64_t scratch(const Flash& f) { // floats that the forward needs
         const int cuts = cuts_of(f, Cut<HEAD_DIM>::KEYS, tiles_in_cut(f, Cut<HEAD_DIM>::KEYS));
         if (few(f)) return cuts > 1 ? (int64_t)f.B * f.H * f.T * cuts * (HEAD_DIM + 1) : 0;
@@ -338,14 +366,14 @@ struct Mma {
         if (HEAD_DIM == 64 && f.T > 1024 ? forward_sm90_run<T, HOPPER, HEAD_DIM, 128, HEAD_DIM == 64 ? 3 : 2>(f, (int*)f.delta, s) : forward_sm90_run<T, HOPPER, HEAD_DIM, 128, 2>(f, (int*)f.delta, s)) return;
 #endif
         auto* k = forward_kernel<T, HEAD_DIM, Z::FM, Z::FN, Z::FW>;
-        constexpr int bytes = (Z::FM + 2 * Z::FN) * HEAD_DIM * 2;
+        constexpr int bytes = bytes_of(FORWARD);
         allow_smem((const void*)k, bytes);
         k<<<f.B * f.H * tiles_of(f.T, Z::FM), Z::FW * 32, bytes, s>>>(f);
     }
     template <class T, int BM, int BN, int WARPS, bool KEYS, bool A, bool B> static void backward(const Flash& f, cudaStream_t s) {
         auto* k = backward_kernel<T, HEAD_DIM, BM, BN, WARPS, KEYS, A, B>;
-        constexpr int bytes = (2 * BM + 4 * BN) * HEAD_DIM * 2 + (KEYS ? 4 * BN * 4 : 0);
-        static_assert(bytes <= 99 * 1024);
+        constexpr int bytes = bytes_of(KEYS ? BACKWARD_KEYS : BACKWARD_QUERIES);
+        static_assert(BM == (KEYS ? Z::KM : Z::QM) && BN == (KEYS ? Z::KN : Z::QN));
         allow_smem((const void*)k, bytes);
         const int blocks = f.B * (KEYS ? f.Hkv : f.H) * tiles_of(KEYS ? f.S : f.T, BM);
         if (blocks) k<<<blocks, WARPS * 32, bytes, s>>>(f);

@@ -2,9 +2,20 @@
 // This is the float32 path, right to rounding, and what the tensor-core kernels are read beside.
 #include "flash.cuh"
 
-#ifdef __CUDACC__
 // 16 x 16 threads; thread (ty, tx) has rows ty + 16 r and, of a product, columns tx + 16 c or 4 tx + 64 c. DB is head_dim rounded up; what is beyond it is 0.
 template <int DB> constexpr int PITCH = DB + 4; // 4 more, so that neighbours of a column lie in different banks
+template <int DB> struct Tile { static constexpr int F = DB <= 128 ? 4 : 2, B = DB <= 128 ? 2 : 1; }; // rows of 16 in a tile of the forward, and of the backward
+template <int DB> constexpr int bytes_of(int tiles, int r) { // float32 tiles of 16 r rows, and the square of weights
+    return (tiles * 16 * r * PITCH<DB> + 16 * r * (16 * r + 1)) * 4;
+}
+template <int DB> constexpr int bytes_of(Launch l) { return l == FORWARD ? bytes_of<DB>(2, Tile<DB>::F) : bytes_of<DB>(4, Tile<DB>::B); }
+int64_t shared_bytes(int64_t launch, int64_t D) {
+    const Launch l = (Launch)launch;
+    if (l > BACKWARD_QUERIES) return -1;
+    return D <= 64 ? bytes_of<64>(l) : D <= 128 ? bytes_of<128>(l) : bytes_of<256>(l);
+}
+
+#ifdef __CUDACC__
 template <class T, int DB, int N> __device__ void load(float* tile, const T* x, int64_t stride, int row0, int rows, int D) {
     for (int e = threadIdx.x; e < N * DB; e += 256) {
         const int r = e / DB, d = e % DB;
@@ -174,13 +185,16 @@ struct Plain {
     static constexpr bool VEC = false;
     static int64_t scratch(const Flash&) { return 0; }
     static int64_t backward_scratch(const Flash& f) { return (int64_t)f.B * f.H * f.T; }
-    template <class T, int DB, int RF, int RB> static void run(const Flash& f, bool back, cudaStream_t s) {
+    template <class T, int DB> static void run(const Flash& f, bool back, cudaStream_t s) {
+        constexpr int RF = Tile<DB>::F, RB = Tile<DB>::B;
         if (!back) {
-            constexpr int N = 16 * RF, bytes = (2 * N * PITCH<DB> + N * (N + 1)) * 4;
+            constexpr int N = 16 * RF, bytes = bytes_of<DB>(FORWARD);
+            static_assert(bytes + OWN_MOST <= SMALL);
             allow_smem((const void*)forward_kernel<T, DB, RF>, bytes);
             forward_kernel<T, DB, RF><<<f.B * f.H * tiles_of(f.T, N), 256, bytes, s>>>(f);
         } else {
-            constexpr int N = 16 * RB, bytes = (4 * N * PITCH<DB> + N * (N + 1)) * 4;
+            constexpr int N = 16 * RB, bytes = bytes_of<DB>(BACKWARD_KEYS);
+            static_assert(bytes + OWN_MOST <= SMALL);
             run_delta<T>(f, false, s);
             allow_smem((const void*)backward_kernel<T, DB, RB, true>, bytes);
             allow_smem((const void*)backward_kernel<T, DB, RB, false>, bytes);
@@ -191,9 +205,9 @@ struct Plain {
     static void dispatch(ScalarType type, const Flash& f, bool back, cudaStream_t s) {
         STD_TORCH_CHECK(f.D <= 256, "flash: head_dim must be at most 256");
         DISPATCH(type, "flash", {
-            if (f.D <= 64) run<T, 64, 4, 2>(f, back, s);
-            else if (f.D <= 128) run<T, 128, 4, 2>(f, back, s);
-            else run<T, 256, 2, 1>(f, back, s);
+            if (f.D <= 64) run<T, 64>(f, back, s);
+            else if (f.D <= 128) run<T, 128>(f, back, s);
+            else run<T, 256>(f, back, s);
         });
     }
 };

@@ -5,6 +5,14 @@
 #pragma once
 #include "flash.cuh"
 
+template <int D> constexpr int PLACES = D == 64 ? 4 : 2; // places for tiles of keys and of values, as many as fit
+template <int D> constexpr int forward_sm90_bytes(int warpgroups) { return (2 * 64 * warpgroups + 2 * PLACES<D> * 128) * D * 2 + 1024; } // of shared memory, 1024 of them to begin at a multiple
+// Sizes of the backward, see there. D: columns in shared memory, 64 or 128; W: columns that are multiplied
+template <int D, int W> struct One {
+    static constexpr int BM = 128, BN = 8192 / D, OWN = BM * D * 2, TILE = BN * D * 2, DS = BM * BN * 2, DQ = W < 64 ? W : 64, PART = 128 * DQ * 4, STAGES = 2; // DQ: columns of dq that a warpgroup makes, for 64 queries
+    static constexpr int TILES = 2 * OWN + 2 * STAGES * TILE + 2 * DS + 2 * PART, BYTES = TILES + STAGES * BN * 8 + 3 * 8 + (8 + 3 * STAGES) * 8;
+};
+
 #ifdef __CUDACC__
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -113,7 +121,6 @@ template <bool LAST_FIRST> __device__ __forceinline__ Work work_of(int n, int B,
     return {(LAST_FIRST ? tiles - 1 - tile : tile) * rows, bh / H, bh % H};
 }
 
-template <int D> constexpr int PLACES = D == 64 ? 4 : 2; // places for tiles of keys and of values, as many as fit
 // D: columns in shared memory, 64 or 128; W: columns that are multiplied, the head's size rounded up to 32, 64, 96 or 128
 // A block's first tile is the one with its number; from there on `next` counts the tiles taken: a block that is done sooner takes more. Who takes which is of no account to the result.
 template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bounds__((WGS + 1) * 128, 1)
@@ -331,6 +338,8 @@ template <class T, int D, int W, int BN, int WGS> __global__ void __launch_bound
             write(w, by);
         }
     }
+#else
+    __trap(); // not code for this card: better to stop than to leave memory as it was
 #endif
 }
 // Sets the forward's counter, which comes in beside it
@@ -341,10 +350,6 @@ static __global__ void start_kernel(int* next, int n) { done(), *next = n; }
 //   s = k q^T   p = exp(s - lse)   dv += p g   dp = v g^T   ds = p (dp - delta)   dk += ds q   dq += ds^T k
 // Every tile of dq is added up in one order, keys ascending; `turn` says whose turn it is. Blocks take the owners of keys in that order, too, the first keys (with a causal mask the heaviest)
 // of a section of heads first, and walk from the last queries up. So nobody waits for a block that has not begun, and seldom for one that has; and dq comes back to the L2 cache seldom.
-template <int D, int W> struct One {
-    static constexpr int BM = 128, BN = 8192 / D, OWN = BM * D * 2, TILE = BN * D * 2, DS = BM * BN * 2, DQ = W < 64 ? W : 64, PART = 128 * DQ * 4, STAGES = 2; // DQ: columns of dq that a warpgroup makes, for 64 queries
-    static constexpr int TILES = 2 * OWN + 2 * STAGES * TILE + 2 * DS + 2 * PART, BYTES = TILES + STAGES * BN * 8 + 3 * 8 + (8 + 3 * STAGES) * 8;
-};
 constexpr int FIRST = 1 << 30, NOBODY = (int)0x80000000; // in `turn`: nothing has been added yet; nobody sees this tile
 template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
     backward_one_sm90(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_g,
@@ -582,6 +587,8 @@ template <class T, int D, int W> __global__ void __launch_bounds__(384, 1)
             if (lane == 0) mbar_arrive(dq_full + 8 * (step & 1));
         }
     }
+#else
+    __trap();
 #endif
 }
 // dq from `acc`: one block for each tile, threads as above
@@ -651,11 +658,14 @@ template <class T> bool tensor_map(CUtensorMap& map, const Rows& x, int B, int H
     return tensor_map_encoder()(&map, type, 4, x.p, dims, bytes, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
-inline bool is_sm90() {
+// A Hopper card, and is the code it runs Hopper's own? PTX of an older card, built by TORCH_CUDA_ARCH_LIST=8.0+PTX say, runs on Hopper too, and has none of this.
+static inline bool is_sm90() {
     int dev, major;
     cudaGetDevice(&dev);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
-    return major == 9;
+    if (major != 9) return false;
+    static const int made_for = made_for_of((const void*)forward_sm90<bf16, HOPPER, HEAD_DIM, 128, 2>); // the same on every Hopper card of a process
+    return made_for >= 90;
 }
 // Can this thread make tensor maps for a Hopper card? The encoder is of the driver's API and answers CUDA_ERROR_INVALID_CONTEXT on a thread that no runtime call has given a context yet,
 // as autograd's is at its first backward when the allocator has memory left; cudaSetDevice gives it the device's own.
@@ -669,7 +679,8 @@ template <class T, int D, int W, int BN, int WGS> bool forward_sm90_run(const Fl
     CUtensorMap q, k, v;
     if (!tensor_map<T>(q, f.q, f.B, f.H, f.T, f.D, 64 * WGS) || !tensor_map<T>(k, f.k, f.B, f.Hkv, f.S, f.D, BN) || !tensor_map<T>(v, f.v, f.B, f.Hkv, f.S, f.D, BN)) return false;
     auto* kernel = forward_sm90<T, D, W, BN, WGS>;
-    constexpr int bytes = (2 * 64 * WGS + 2 * PLACES<D> * BN) * D * 2 + 1024;
+    constexpr int bytes = forward_sm90_bytes<D>(WGS);
+    static_assert(BN == 128);
     allow_smem((const void*)kernel, bytes);
     const int heads = f.B * f.H, fit = (int)std::min<int64_t>(heads, std::max<int64_t>(1, (32 << 20) / ((int64_t)f.S * D * 4)) * f.group); // 32 MiB of keys and values at a time
     const int blocks = std::min(sm_count(), heads * tiles_of(f.T, 64 * WGS));
@@ -693,13 +704,13 @@ template <class T, int D, int W> bool backward_sm90_run(const Flash& f, float* s
     float2* stats = (float2*)scratch;
     float* acc = scratch + 2 * rows;
     int *turn = (int*)(acc + tiles * (C::PART / 4)), *next = turn + tiles;
-    const int blocks = ceil_div(padded * lanes, 256);
-    stats_kernel<T, C::BM, C::BN><<<f.B * f.H * blocks, 256, 0, s>>>(f, stats, turn, next, padded, lanes, blocks);
+    const int blocks = (int)ceil_div((int64_t)padded * lanes, 256);
+    stats_kernel<T, C::BM, C::BN><<<grid_of((int64_t)f.B * f.H * blocks, "flash backward"), 256, 0, s>>>(f, stats, turn, next, padded, lanes, blocks);
     const int heads = f.B * f.Hkv, section = f.S > 4096 ? heads : std::clamp(256 / D * sm_count() / tiles_of(f.S, C::BM), 1, heads); // where rows are short, two owners of keys (four of 64 columns) for each multiprocessor: their queries, g and dq stay in the L2 cache
     auto* one = backward_one_sm90<T, D, W>;
     allow_smem((const void*)one, C::BYTES);
     one<<<std::min(sm_count(), heads * tiles_of(f.S, C::BM)), 384, C::BYTES, s>>>(k, v, q, g, f, stats, padded, acc, turn, next, section);
-    round_dq<T, D, W><<<tiles, 256, 0, s>>>(f, acc, turn, padded / C::BN);
+    round_dq<T, D, W><<<(unsigned)tiles, 256, 0, s>>>(f, acc, turn, padded / C::BN);
     return true;
 }
 #endif

@@ -308,12 +308,15 @@ def test_kernels_compile_without_spills(name, cap):
     "No warning, no register spilled, and no wgmma that the assembler makes wait for the one before (C7510 to C7514)"
     import os, subprocess
     import xtrain.kernels as k
-    from test_kernels import report
+    from test_kernels import declared, report
     nvcc, why = k.find_nvcc(13)
     if not nvcc: pytest.skip(why)
     cmd = [c for c in k.command(k.gencode([cap], []))[0] if c != '-shared']
     r = subprocess.run([*cmd, '-fatbin', '-Werror', 'all-warnings', '-Xptxas', '-v', f'-I{k.csrc_path()}', '-DXTRAIN_NS=xtrain_test', str(k.csrc_path()/f'{name}.cu'), '-o', os.devnull], capture_output=True, text=True)
     out = r.stdout + r.stderr
     assert r.returncode == 0 and 'C75' not in out, out[-2000:]
+    own = {n: b for n,b in declared(out).items() if 'join_many' not in n and 'sum_parts' not in n} # those have 99 KiB for themselves
+    assert max(own.values()) <= 1024, own # what every launch leaves of the 99 KiB (OWN_MOST in flash.cuh)
+    if cap == (9, 0): assert max(b for n,b in own.items() if 'backward_one_sm90' in n) <= 256
     kernels = [x for ks in report(out).values() for x in ks]
     assert len(kernels) >= 8 and not [x for x in kernels if x[2]], kernels

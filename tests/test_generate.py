@@ -431,8 +431,27 @@ def test_a_card_with_too_little_shared_memory_is_told_so(monkeypatch, kib, head_
     "Instead of a launch that fails: an RTX 5090 has 100 KiB a multiprocessor, an A100 164, an H200 228; 1 of them is the system's"
     from types import SimpleNamespace as NS
     import xtrain.decode as module
+    import xtrain.kernels as k
+    ops = k.load_source(k.csrc_path()/'decode.cu', gpu=False)                    # says what its launches ask for
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: NS(shared_memory_per_multiprocessor=kib<<10))
-    monkeypatch.setattr(module, 'kernels', lambda *a: object())
+    monkeypatch.setattr(module, 'kernels', lambda *a: ops)
     model = NS(cfg=NS(n_heads=16, n_kv_heads=4, head_dim=head_dim, dim=1024, ffn_dim=3072), embed=NS(is_cuda=True, get_device=lambda: 0), dtype=dtype, attention='auto')
     why = module.why_not(model)
     assert why is None if fits else 'shared memory' in why and f'{kib-1} KiB' in why
+    assert (ops.attend_shared(4, head_dim, dtype.itemsize)+512 <= (kib-1)<<10) == fits
+
+@pytest.mark.parametrize('cap, rows, dim, head_dim, dtype, yes', [((9, 0), 6, 1024, 128, torch.bfloat16, True), ((9, 0), 7, 1024, 128, torch.bfloat16, False), ((8, 0), 1, 1024, 128, torch.bfloat16, False),
+    ((12, 0), 1, 1024, 128, torch.bfloat16, False), ((9, 0), 6, 16384, 128, torch.bfloat16, False), ((9, 0), 1, 16384, 128, torch.bfloat16, True), ((9, 0), 1, 1024, 256, torch.bfloat16, False), ((9, 0), 1, 1024, 128, torch.float32, False)])
+def test_one_kernel_for_a_step_only_where_it_has_room(monkeypatch, cap, rows, dim, head_dim, dtype, yes):
+    "Else the chain: on other cards, for more rows, for a model too wide for the shared memory of a block"
+    from contextlib import nullcontext
+    from types import SimpleNamespace as NS
+    import xtrain.decode as module, xtrain.kernels as k
+    ops = k.load_source(k.csrc_path()/'decode_whole.cu', gpu=False)
+    there = NS(whole_shared=lambda *a: ops.whole_shared(*a[:-1], a[-1] or 227<<10)) # 0: as much as the card has
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda d: cap)
+    monkeypatch.setattr(torch.cuda, 'device', lambda d: nullcontext())
+    cfg = NS(n_heads=16, n_kv_heads=8, head_dim=head_dim, dim=dim, ffn_dim=3072, n_layers=28)
+    for kernels,want in ((there, there if yes else None), (None, None)):
+        monkeypatch.setattr(module, 'kernels', lambda *a: kernels)
+        assert module._whole(cfg, rows, dtype, torch.device('cuda', 0)) is want

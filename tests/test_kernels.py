@@ -94,6 +94,39 @@ def report(out):
     return found
 
 
+def declared(out):
+    "{kernel: bytes of shared memory that it declares itself}, of any card, of what `-Xptxas -v` said"
+    found = {}
+    for m in re.finditer(r"Compiling entry function '(\w+)' for '\w+'.*?Used \d+ registers([^\n]*)", out, re.S):
+        n = re.search(r'(\d+) bytes smem', m[2])
+        found[m[1]] = max(found.get(m[1], 0), int(n[1]) if n else 0)
+    return found
+
+
+KIB = 1024
+CARDS = {'sm_80': (163*KIB, 164*KIB), 'sm_86, 89, 120': (99*KIB, 100*KIB), 'sm_90': (227*KIB, 228*KIB)} # Bytes of shared memory that a block can have, and that a multiprocessor has
+
+
+def asked():
+    """What the launches of attention and of decoding ask for, by the functions that the launches themselves call, which a machine without a GPU can call too:
+    [(file, launch, {card: bytes, or None where another kernel is taken})]"""
+    rows = []
+    def same(name, what, n): rows.append((name, what, {c: n if n <= most else None for c,(most,_) in CARDS.items()}))
+    for name in ['flash_plain', *(f'flash_{d}' for d in (32, 64, 96, 128, 192, 256))]:
+        ns = k.load_source(k.csrc_path()/f'{name}.cu', gpu=False)
+        for d in (64, 128, 256) if name == 'flash_plain' else (int(name[6:]),):
+            for i,what in enumerate(('forward', 'backward, keys', 'backward, queries', 'few queries', 'Hopper, forward', 'Hopper, short forward', 'Hopper, backward')):
+                if (n := ns.shared_bytes(i, d)) >= 0: same(name, f'head_dim to {d}, {what}', n)
+    ns, whole = (k.load_source(k.csrc_path()/f'{n}.cu', gpu=False) for n in ('decode', 'decode_whole'))
+    for size,dtype in ((2, 'bfloat16'), (4, 'float32')):
+        for mode,what in enumerate(('project', 'project_add', 'feed', 'logits')):
+            for B in (1, 32): rows.append(('decode', f'{dtype}, {what}, {B} rows', {c: ns.product_shared(mode, B, 4096, 16384, size, 132, most) for c,(most,_) in CARDS.items()}))
+        for D in (64, 128, 256):
+            if D*size <= 512: n = ns.attend_shared(4, D, size); rows.append(('decode', f'{dtype}, attend, head_dim {D}', {c: n if n+512 <= most else None for c,(most,_) in CARDS.items()})) # As why_not decides
+    for B in (1, 6): rows.append(('decode_whole', f'bfloat16, {B} rows of Qwen3 0.6B', {c: n if (n := whole.whole_shared(B, 16, 8, 128, 1024, 3072, 28, most)) > 0 and c == 'sm_90' else None for c,(most,_) in CARDS.items()}))
+    return rows
+
+
 SERIALIZED = r'C75\d\d' # ptxas puts a wait into wgmma, or makes each wait for the one before: an "info", whatever it costs
 
 
@@ -106,7 +139,10 @@ def compiled():
     with ThreadPoolExecutor(2) as pool: out = dict(sorted(zip([s.stem for s in order], pool.map(ptxas, order))))
     rows = [f'{n:16} {a:8} {len(ks):4} kernels, at most {max(r for _,r,_ in ks):3} registers, {sum(s for _,_,s in ks)} bytes spilled' for n,(_,o) in out.items() for a,ks in report(o).items()]
     (ROOT/'.pytest_cache').mkdir(exist_ok=True)
-    (ROOT/'.pytest_cache'/'kernels.txt').write_text(f'nvcc {nvcc.version}, {time.time()-start:.0f} s\n' + '\n'.join(rows) + '\n')
+    memory = [f'{n:16} declares at most {max(declared(o).values()):6,} bytes of shared memory' for n,(_,o) in out.items()]
+    table = ['bytes of shared memory that a launch asks for'.ljust(58) + ''.join(c.rjust(16) for c in CARDS)]
+    table += [f'{n:13} {what:44}' + ''.join((f'{b:,}' if b else 'another kernel').rjust(16) for b in by.values()) for n,what,by in asked()]
+    (ROOT/'.pytest_cache'/'kernels.txt').write_text('\n'.join([f'nvcc {nvcc.version}, {time.time()-start:.0f} s', *rows, *memory, *table, '']))
     return out
 
 
@@ -122,6 +158,40 @@ def test_compiles_for_every_card(compiled, name):
     assert set(found) == {'sm_80', 'sm_90a', 'sm_120'}
     spilled = [(a, n, s) for a,ks in found.items() for n,_,s in ks if s]
     assert not spilled, f'{len(spilled)} kernels spill: {spilled[:5]}'
+    own = declared(out)
+    assert set(own) == {n for ks in found.values() for n,_,_ in ks}
+    if name == 'decode': assert max(own.values()) <= 2048 and max(b for n,b in own.items() if 'attend' in n) <= 512 # OWN_MOST; what why_not adds
+    if name == 'decode_whole': assert 0 < max(own.values()) <= 2048
+
+
+def test_no_launch_asks_for_more_than_a_card_has():
+    "A12: attention of every size, forward and backward, on cards whose blocks have 99 KiB; and decoding on three kinds of card, whatever the model, the batch and the number of multiprocessors"
+    for name,what,by in asked():
+        if 'Hopper' in what or name == 'decode_whole': assert by['sm_90']
+        elif name.startswith('flash'): assert all(by.values()) and max(by.values()) <= 98*KIB # 1 KiB is for what a kernel declares
+    ns, whole = (k.load_source(k.csrc_path()/f'{n}.cu', gpu=False) for n in ('decode', 'decode_whole'))
+    shapes = [(8, 8), (64, 1000), (1024, 151936), (4096, 24576), (12288, 4096), (65536, 8)]
+    for most,_ in CARDS.values():
+        got = {ns.product_shared(mode, B, K, N, size, blocks, most) for mode in range(4) for B in (1, 8, 9, 32, 33, 100_000) for K,N in shapes for size in (2, 4) for blocks in (1, 14, 108, 264)}
+        assert min(got) > 0 and max(got)+2*KIB <= most
+        for B,H,Hkv,D,E,F,L in [(1, 16, 8, 128, 1024, 3072, 28), (6, 64, 8, 128, 8192, 28672, 80), (6, 128, 8, 128, 16384, 53248, 126), (8, 1, 1, 8, 8, 8, 1), (1, 8, 8, 64, 512, 512, 2000)]:
+            assert (n := whole.whole_shared(B, H, Hkv, D, E, F, L, most)) == -1 or 3*16*KIB < n <= most-2*KIB
+    assert whole.whole_shared(6, 16, 8, 128, 1024, 3072, 28, 227*KIB) > 0 > whole.whole_shared(6, 128, 8, 128, 16384, 53248, 126, 227*KIB)
+
+
+def test_few_queries_take_all_cuts_only_where_they_fit():
+    "Answers that wait for the last cut take shared memory too: as much as is left, on a card of any size, or the cuts go to a block each"
+    both = set()
+    for d in (32, 64, 96, 128, 192, 256):
+        ns = k.load_source(k.csrc_path()/f'flash_{d}.cu', gpu=False)
+        for most,room in CARDS.values():
+            for sms in (1, 16, 46, 132):
+                for rows in range(1, 17):
+                    for heads in {1, sms, 2*sms, 3*sms, 1000}:
+                        n = ns.few_shared(heads, 8, rows, room, sms)
+                        both.add(n > ns.shared_bytes(3, d))
+                        assert n+KIB <= most, (d, room, sms, rows, heads)
+    assert both == {True, False}
 
 
 SPILL = '''

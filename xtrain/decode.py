@@ -28,11 +28,6 @@ def step_bytes(
     return {k: v*itemsize for k,v in n.items()}
 
 # %% ../nbs/30_decode.ipynb #7eb32e35
-def _attend_bytes(cfg, itemsize):
-    "Shared memory that a block of `attend` takes: queries, new key and value, answers of eight warps, two cuts of 64 keys and values"
-    G, D = min(4, 1 << (cfg.n_heads//cfg.n_kv_heads-1).bit_length()), cfg.head_dim
-    return (G+2)*D*itemsize + 32*G*D + 2*2*64*(256 if D*itemsize <= 256 else 512) + 512
-
 def why_not(
     model, # A `TinyTransformer`
 )->str|None: # None if they can
@@ -44,9 +39,18 @@ def why_not(
     n = 16//dtype.itemsize
     if c.head_dim % (2*n) or c.head_dim > 32*n: return f'head_dim={c.head_dim} is not a multiple of {2*n} up to {32*n}'
     if bad := next((f for f in ('dim', 'ffn_dim') if getattr(c, f) % n), None): return f'{bad}={getattr(c, bad)} is not a multiple of {n}'
-    need, room = _attend_bytes(c, dtype.itemsize), torch.cuda.get_device_properties(x.get_device()).shared_memory_per_multiprocessor-1024
-    if need > room: return f'attention would take {need/1024:.0f} KiB of shared memory, a block has {room/1024:.0f} KiB on this GPU'
-    return None if kernels('decode', x.get_device()) is not None else 'there are no kernels here (xtrain doctor says why)'
+    if (ops := kernels('decode', x.get_device())) is None: return 'there are no kernels here (xtrain doctor says why)'
+    need, room = ops.attend_shared(c.n_heads//c.n_kv_heads, c.head_dim, dtype.itemsize)+512, torch.cuda.get_device_properties(x.get_device()).shared_memory_per_multiprocessor-1024
+    return f'attention would take {need/1024:.0f} KiB of shared memory, a block has {room/1024:.0f} KiB on this GPU' if need > room else None
+
+def _whole(cfg, rows, dtype, device):
+    "The ops of a step in one kernel, where that is made for the card and has room in its shared memory"
+    c = cfg
+    if rows > 6 or dtype != torch.bfloat16 or c.head_dim > 128 or torch.cuda.get_device_capability(device)[0] != 9: return None
+    ops = kernels('decode_whole', device.index)
+    if ops is None: return None
+    with torch.cuda.device(device): fits = ops.whole_shared(rows, c.n_heads, c.n_kv_heads, c.head_dim, c.dim, c.ffn_dim, c.n_layers, 0) > 0
+    return ops if fits else None
 
 # %% ../nbs/30_decode.ipynb #6fe60ed8
 class Decoder:
@@ -65,8 +69,7 @@ class Decoder:
         def new(*shape, dtype=dtype): return torch.zeros(shape, dtype=dtype, device=device)
         f32, i32, H, K, D = torch.float32, torch.int32, c.n_heads, c.n_kv_heads, c.head_dim
         self.x, self.qkv, self.mixed, self.inner, self.logits = (new(rows, n) for n in (c.dim, (H+2*K)*D, H*D, c.ffn_dim, c.vocab_size))
-        small = rows <= 6 and dtype == torch.bfloat16 and c.head_dim <= 128 and torch.cuda.get_device_capability(device)[0] == 9
-        self.whole = kernels('decode_whole', device.index) if small else None
+        self.whole = _whole(c, rows, dtype, device)
         blocks = torch.cuda.get_device_properties(device).multi_processor_count*(1 if self.whole else 2)
         self.best, self.bad = new(rows, min(blocks, -(-c.vocab_size//32)), 2, dtype=f32), new(1, dtype=i32)
         self.part, self.arrived = new((2 if self.whole else 1)*rows*H*-(-room//64)*(D+1), dtype=f32), new(rows*H, dtype=i32)

@@ -537,3 +537,30 @@ def test_more_than_2_31_elements():
     k = big[-1:, :2].clone()
     o = flash_attention(big[:, :, :256], big[:, :2, :256], big[:, :2, :256])
     assert torch.equal(o[-1:], flash_attention(big[-1:, :, :256].clone(), k[:, :, :256], k[:, :, :256]))
+
+
+def test_more_than_the_kernels_count_is_refused():
+    "A14: 2^32 rows that are one in memory; said before anything of their size is made"
+    x = torch.zeros(8, device='cuda', dtype=BF16).expand(2**20, 2**12, 1, 8)
+    with pytest.raises(RuntimeError, match='more rows than the kernels count'): flash_attention(x, x, x)
+    with pytest.raises(RuntimeError, match='more rows than the kernels count'): flash_attention(x[:1, :1].float(), *(torch.zeros(8, device='cuda').expand(1, 1, 2**31, 8),)*2)
+
+
+OLDER = """
+import torch
+from xtrain.ops.attention import attention_ref, causal_mask
+from xtrain.ops.flash_attention import flash_attention, flash_ops
+torch.manual_seed(0)
+q, k, v, g = (torch.randn(1, 2, 200, 32, device='cuda', dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+assert flash_ops(q) is not None
+def of(f): o = f(q, k, v); return o, *torch.autograd.grad(o, (q, k, v), g)
+for a, b in zip(of(flash_attention), of(lambda *x: attention_ref(*x, causal_mask(200, 200, device='cuda')))): assert (a-b).norm() < 2e-2*b.norm(), ((a-b).norm()/b.norm()).item()
+print('right')
+"""
+
+
+def test_code_of_an_older_card_takes_the_older_kernels(tmp_path):
+    "D03: PTX of an A100 on what is here: Hopper's kernels are not in it, and must not be launched all the same"
+    import os
+    r = subprocess.run([sys.executable, '-c', OLDER], capture_output=True, text=True, env=dict(os.environ, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=str(tmp_path/'c')))
+    assert r.stdout.strip() == 'right', r.stdout + r.stderr[-2000:]

@@ -238,3 +238,26 @@ def test_text_and_stop_strings_in_a_batch():
     kw = dict(max_tokens=60, temperature=1., seed=[1, 2, 3], stop=['a', 'th'])
     a, b = (write(m, tok, ['the', 'cat sat', ' on'], **kw) for m in (model, plain))
     assert [(t.text, t.why, t.ids) for t in a] == [(t.text, t.why, t.ids) for t in b]
+
+OLDER = """
+import sys; sys.path.insert(0, 'ROOT')
+from tests.gpu.test_generate import BF16, Decoder, far, make, why_not
+model = make('qwen', BF16)
+assert why_not(model) is None and Decoder(model, 1, 64).whole is None
+assert far(model, 1, 40, 3) < 3e-2
+print('right')
+"""
+
+def test_code_of_an_older_card_takes_the_chain(tmp_path):
+    "D03: PTX of an A100 on what is here has no step in one kernel"
+    import os, subprocess, sys
+    from pathlib import Path
+    root = Path(__file__).resolve().parents[2]
+    r = subprocess.run([sys.executable, '-c', OLDER.replace('ROOT', str(root))], capture_output=True, text=True, env=dict(os.environ, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=str(tmp_path/'c')))
+    assert r.stdout.strip() == 'right', r.stdout + r.stderr[-2000:]
+
+def test_a_model_too_wide_for_one_kernel_takes_the_chain():
+    "Its rows do not fit into the shared memory of a block; before, it stopped with an error"
+    model = make('qwen', BF16, dim=16384, n_layers=1, ffn_dim=512, vocab_size=200)
+    if torch.cuda.get_device_capability()[0] == 9: assert Decoder(model, 1, 64).whole is not None
+    assert Decoder(model, 6, 64).whole is None and far(model, 6, 20, 2) < 3e-2
