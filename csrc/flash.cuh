@@ -113,7 +113,7 @@ inline Flash problem(const Tensor& q, const Tensor& k, const Tensor& v, const st
     f.group = f.Hkv ? f.H / f.Hkv : 0, f.causal = causal, f.scale = scale, f.scale_log2 = (float)(scale * 1.4426950408889634);
     return f;
 }
-inline int made_for_of(const void* kernel) { // 90: of the PTX that this card's code of a kernel was made from; 0 if there is none
+inline int made_for_of(const void* kernel) { // 90: of the PTX that this card's code of a kernel was made from; 0 if nobody says
     cudaFuncAttributes a;
     if (cudaFuncGetAttributes(&a, kernel) == cudaSuccess) return a.ptxVersion;
     cudaGetLastError();

@@ -665,7 +665,7 @@ static inline bool is_sm90() {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
     if (major != 9) return false;
     static const int made_for = made_for_of((const void*)forward_sm90<bf16, HOPPER, HEAD_DIM, 128, 2>); // the same on every Hopper card of a process
-    return made_for >= 90;
+    return made_for == 0 || made_for >= 90; // 0: it does not say; a kernel that is not Hopper's own stops
 }
 // Can this thread make tensor maps for a Hopper card? The encoder is of the driver's API and answers CUDA_ERROR_INVALID_CONTEXT on a thread that no runtime call has given a context yet,
 // as autograd's is at its first backward when the allocator has memory left; cudaSetDevice gives it the device's own.

@@ -546,6 +546,17 @@ def test_more_than_the_kernels_count_is_refused():
     with pytest.raises(RuntimeError, match='more rows than the kernels count'): flash_attention(x[:1, :1].float(), *(torch.zeros(8, device='cuda').expand(1, 1, 2**31, 8),)*2)
 
 
+def test_a_hopper_card_gets_hoppers_kernels():
+    "None of the doors to the older ones is shut by mistake"
+    if torch.cuda.get_device_capability()[0] != 9: pytest.skip('not a Hopper card')
+    q, k, v = qkv(1, 2, 2, 300, 300, 64, BF16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        flash_attention(q, k, v).sum().backward(); torch.cuda.synchronize()
+    names = ' '.join(e.key for e in p.key_averages())
+    if not names: pytest.skip('the profiler sees no kernels here')
+    assert 'forward_sm90' in names and 'backward_one_sm90' in names, names
+
+
 OLDER = """
 import torch
 from xtrain.ops.attention import attention_ref, causal_mask
