@@ -8,6 +8,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -180,16 +181,31 @@ __device__ __forceinline__ void done() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// Launch a kernel that waits by itself (`griddepcontrol.wait`) for the one before it in the stream: its start overlaps the other's end.
-template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, int bytes, cudaStream_t s, A... args) { // bytes: of shared memory, asked for at run time
+// Hopper or newer, and the code that the card runs, too? That of an older one (TORCH_CUDA_ARCH_LIST=8.0+PTX) runs here as well, but neither waits (`griddepcontrol`) nor knows of clusters.
+// `kernel`: any one of the library; answers by device, asked once, during the capture of a graph too.
+static inline bool hopper_code(const void* kernel) {
+    static std::atomic<signed char> known[64];                                 // of each device: 1 yes, -1 no
     int dev, major;
     cudaGetDevice(&dev);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
+    if (major < 9) return false;
+    signed char k = dev < 64 ? known[dev].load(std::memory_order_relaxed) : 0;
+    if (!k) {
+        cudaFuncAttributes a;
+        const bool found = cudaFuncGetAttributes(&a, kernel) == cudaSuccess;
+        if (!found) cudaGetLastError();
+        k = !found || a.ptxVersion == 0 || a.ptxVersion >= 90 ? 1 : -1;
+        if (found && dev < 64) known[dev].store(k, std::memory_order_relaxed);
+    }
+    return k > 0;
+}
+// Launch a kernel that waits by itself (`griddepcontrol.wait`) for the one before it in the stream: its start overlaps the other's end.
+template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, int bytes, cudaStream_t s, A... args) { // bytes: of shared memory, asked for at run time
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t c{};
-    c.gridDim = blocks; c.blockDim = threads; c.dynamicSmemBytes = bytes; c.stream = s; c.attrs = &early; c.numAttrs = major >= 9;
+    c.gridDim = blocks; c.blockDim = threads; c.dynamicSmemBytes = bytes; c.stream = s; c.attrs = &early; c.numAttrs = hopper_code((const void*)kernel);
     cudaLaunchKernelEx(&c, kernel, static_cast<P>(args)...);
 }
 template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, cudaStream_t s, A... args) { launch_after(kernel, blocks, threads, 0, s, args...); }

@@ -271,14 +271,13 @@ __global__ void __launch_bounds__(BOTH_THREADS, BOTH_BLOCKS) both_kernel(T* z, i
 // Threads of a block, into how many blocks a row is cut, and how many bytes each of them may keep
 struct Share { int threads, parts, bytes; };
 inline Share share_of(const void* kernel, int64_t row_bytes) {
-    int dev, most = 0, per_sm = 0, major = 0;
+    int dev, most = 0, per_sm = 0;
     cudaGetDevice(&dev);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev);
     cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
     int room = per_sm / BOTH_BLOCKS - 2048, parts = 1;                                   // the system keeps 1 KiB a block, and there are `smem` and `all`
     room = (room < most - 1024 ? room : most - 1024) / 16 * 16;
-    if (major >= 9) while (parts < MAX_PARTS && row_bytes > (int64_t)room * parts) parts *= 2;
+    if (hopper_code(kernel)) while (parts < MAX_PARTS && row_bytes > (int64_t)room * parts) parts *= 2;
     const int64_t need = (row_bytes / 16 + parts - 1) / parts * 16;
     const int bytes = (int)(need < room ? need : room);
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);     // more than 48 KiB is only given when asked for; not `bytes`, for another thread may be about to launch this for longer rows

@@ -273,6 +273,22 @@ def test_a_float64_among_others_is_not_shown_to_the_kernel(kernel, dtypes):
     assert all(torch.allclose(a.state[p].get('master', p).double(), q, rtol=1e-6) for p, q in zip(A, B)) and a.norm.item() == pytest.approx(b.norm.item(), rel=1e-6)
     P = params([(4,)]); c = torch.zeros(4, dtype=torch.float64); opt = AdamW(P); opt.add_copy(P[0], c); P[0].grad = torch.ones(4); opt.step(); assert torch.equal(c, P[0].double())
 
+@pytest.mark.parametrize('copies', [False, True])
+def test_torchs_routine_gets_one_dtype_at_a_time(monkeypatch, copies):
+    "On a GPU it refuses lists of several (`check_fast_path_restrictions`), which a CPU takes"
+    f, seen = torch._fused_adamw_, []
+    def strict(*lists, **kw): kinds = {t.dtype for l in lists[:4] for t in l}; seen.append(kinds); assert len(kinds) == 1 and lists[0]; return f(*lists, **kw)
+    monkeypatch.setattr(torch, '_fused_adamw_', strict)
+    A = [torch.nn.Parameter(torch.ones(n, dtype=d)) for n, d in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float64, torch.float16), 3)]
+    B = [torch.nn.Parameter(p.detach().double().clone()) for p in A]
+    a, b = (AdamW([dict(params=P[:2], weight_decay=.3), dict(params=P[2:], lr=1e-2)], max_norm=1.) for P in (A, B))
+    if copies: a.add_copy(A[0], c := torch.zeros(3, dtype=torch.float64))
+    for t in range(3):
+        for p, q in zip(A, B): p.grad = torch.full_like(p, t+1.); q.grad = p.grad.double().clone()
+        a.step(); b.step()
+    assert all(torch.allclose(a.state[p].get('master', p).double(), q, rtol=1e-6) for p, q in zip(A, B)) and {torch.float32} in seen and {torch.float64} in seen
+    assert not copies or torch.equal(c, A[0].double())
+
 @needs_cxx
 def test_the_kernels_rate_may_be_a_tensor_and_nan_holds(kernel):
     P = params([(500,), (12, 12)]); opt = AdamW(P, max_norm=1., hold=True)

@@ -337,7 +337,7 @@ def test_kernel_arithmetic_at_the_edges(ns):
 @pytest.mark.parametrize('size', [1, 10**9])
 def test_the_two_ways_of_a_gpu_on_a_cpu(ns, monkeypatch, size):
     "Few tokens: logits are made twice, all rows of some columns at a time; both ways give what the CPU's own walk gives"
-    monkeypatch.setattr(ce, 'cuda_ops', lambda *a: ns); monkeypatch.setattr(ce, 'CHUNK_ROWS', size)
+    monkeypatch.setattr(ce, 'cuda_ops', lambda *a: ns); monkeypatch.setattr(ce, 'kernels', lambda *a: ns); monkeypatch.setattr(ce, 'CHUNK_ROWS', size)
     for d in ('cpu', 'cuda'): monkeypatch.setitem(ce.CHUNK_BYTES, d, size)
     h, w, t, k = leaf(300, 8), torch.randn(301, 8).t().requires_grad_(), torch.randint(301, (300,)), torch.rand(300)
     t[torch.rand(300) < .3] = -100; k[5] = 0
@@ -363,7 +363,7 @@ def test_the_two_ways_of_a_gpu_on_a_cpu(ns, monkeypatch, size):
 
 def test_opcheck_of_the_kernels(ns, monkeypatch):
     "Schema, fake, gradient; and the way of few tokens compiled without a break"
-    monkeypatch.setattr(ce, 'cuda_ops', lambda *a: ns)
+    monkeypatch.setattr(ce, 'cuda_ops', lambda *a: ns); monkeypatch.setattr(ce, 'kernels', lambda *a: ns)
     z, t, h, w = torch.randn(5, 37, requires_grad=True), torch.tensor([3, -100, 36, 0, 7]), torch.randn(5, 16), torch.randn(37, 16).t()
     stats = ns.cross_entropy(z.detach(), t, -100, .1, 5.)[1]
     for op, args in ((ns.cross_entropy, (z, t)), (ns.cross_entropy_backward, (torch.randn(5), z.detach(), t, stats)), (ns.loss_and_grad_, (z.detach().clone(), t, torch.rand(5))),

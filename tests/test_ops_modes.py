@@ -59,6 +59,44 @@ def test_no_kernel_while_tangents_are_pushed(monkeypatch):
     torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
     assert kernels.cuda_ops('swiglu', x) is shown
 
+def test_no_kernel_while_tangents_are_pushed_inside_of_what_is_compiled(monkeypatch):
+    "Asked before, inside and behind: torch.compile reads a variable of a module once for a whole function"
+    monkeypatch.setattr(kernels, 'kernels', lambda name, device: True)
+    class Card:
+        is_cuda, dtype = True, torch.float32
+        def get_device(self): return 0
+    x, t = Card(), torch.ones(2)
+    def op(t): return t*2 if kernels.cuda_ops('swiglu', x) is None else t*3
+    def jvp(t): return torch.func.jvp(op, (t,), (t.new_ones(2),))[1]
+    def dual(t):
+        with fwAD.dual_level(): return fwAD.unpack_dual(op(fwAD.make_dual(t, t.new_ones(2)))).tangent
+    for inner in (jvp, dual):
+        torch._dynamo.reset()
+        f = torch.compile(lambda t: (op(t), inner(t), op(t)), fullgraph=True, backend='eager')
+        for _ in range(2): assert [y.tolist() for y in f(t)] == [[3, 3], [2, 2], [3, 3]]
+    torch._dynamo.reset()
+    f = torch.compile(op, fullgraph=True, backend='eager')
+    assert f(t).tolist() == [3, 3]
+    with fwAD.dual_level(): assert f(t).tolist() == [2, 2]
+    assert f(t).tolist() == [3, 3]
+
+def test_the_fused_loss_is_refused_in_forward_mode_without_a_gradient_too():
+    h, w = inputs('linear_cross_entropy')
+    with torch.no_grad(), fwAD.dual_level():
+        assert torch.equal(linear_cross_entropy(h, w, IDS), linear_cross_entropy(h, w, IDS))           # nothing is pushed through it
+        for xs in ((fwAD.make_dual(h, h.cos()), w), (h, fwAD.make_dual(w, w.cos()))):
+            with pytest.raises(NotImplementedError, match='jvp'): linear_cross_entropy(*xs, IDS)
+
+def test_a_backward_inside_of_a_dual_level_finds_its_kernels(monkeypatch):
+    "The loss whose logits are made twice, begun outside"
+    import xtrain.ops.cross_entropy as module
+    h, w = (x.requires_grad_() for x in inputs('linear_cross_entropy'))
+    ns = types.SimpleNamespace(cross_entropy=lambda z, t, *_: (cross_entropy_ref(z, t, reduction='none'), torch.zeros(len(z), 2)),
+                               grad_columns_=lambda z, g, *_: z.zero_())
+    monkeypatch.setattr(module, 'kernels', lambda name, device: ns)
+    y = module.HeadLosses.apply(h, w, IDS, -100, 0., 0.)
+    with fwAD.dual_level(): assert [tuple(d.shape) for d in torch.autograd.grad(y.sum(), (h, w))] == [tuple(h.shape), tuple(w.shape)]
+
 @each_op
 def test_inference_autocast_deterministic(op):
     f, ref, _ = OPS[op]

@@ -220,6 +220,12 @@ def test_rows_that_overlap_do_not_turn_a_results_channels_outward(layout, stand_
         assert y.shape == x.shape and y.stride(-1) == 1 and told(x, None, None).stride() == y.stride(), (shape, x.stride(), y.stride())
     torch.library.opcheck(stand_in.rope.default, (window, *TABLES))
 
+def test_compiles_for_a_batch_of_unknown_size(wired):
+    "Of a size that torch.compile does not know nothing may be asked that it cannot answer"
+    x = torch.randn(2, 5, 3, 16).transpose(1, 2)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    assert torch.equal(torch.compile(lambda x: rope(x, *TABLES), fullgraph=True, backend='eager')(x), rope_ref(x, *TABLES))
+
 def test_only_one_result_is_used(wired):
     x, r, w, g = torch.randn(4, 16), torch.randn(4, 16), torch.randn(16), torch.randn(4, 16)
     for which in (0, 1):

@@ -432,12 +432,15 @@ def kernels(
     ns = _namespace(f'{name} {device}') # One new string, because torch 2.13 takes no captured variable for a constant here
     return getattr(torch.ops, ns) if ns else None
 
+def _tangents(): return forward_ad._current_level >= 0 # torch.compile reads a variable once for a whole function, and a level may begin inside: this it asks each time
+_tangents._dynamo_marked_constant = True
+
 def cuda_ops(
     name:str, # A file of `csrc/`, without `.cu`
     x:torch.Tensor, # What the op is to be applied to
 ): # The namespace of its ops, or None: use torch's own
     "The kernels that can take `x`: on a GPU, in float32, bfloat16 or float16, outside forward-mode differentiation; under `torch.compile` the choice is a constant"
-    if not x.is_cuda or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or forward_ad._current_level >= 0: return None # Through a kernel a tangent would be lost without a word
+    if not x.is_cuda or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or forward_ad._current_level >= 0 or _tangents(): return None # Through a kernel a tangent would be lost without a word
     return kernels(name, x.get_device())
 
 # %% ../nbs/00_kernels.ipynb #78376ba5

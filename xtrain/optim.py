@@ -233,8 +233,10 @@ class AdamW(torch.optim.Optimizer):
             rest = [i for i in range(a, b) if i not in odd] if odd else range(a, b)
             lr = g['lr'] if not cpu and isinstance(g['lr'], Tensor) else float(g['lr'])
             kw = dict(weight_decay=g['weight_decay'], eps=g['eps'])
-            if rest: torch._fused_adamw_([P[i] for i in rest], [G[i] if _alike(P[i], G[i]) else torch.empty_like(P[i]).copy_(G[i]) for i in rest], [M[i] for i in rest], [V[i] for i in rest], [], [N[i] for i in rest],
-                                         lr=lr, beta1=g['betas'][0], beta2=g['betas'][1], amsgrad=False, maximize=False, grad_scale=None, found_inf=found, **kw)
+            for kind in dict.fromkeys(P[i].dtype for i in rest): # On a GPU it takes one dtype at a time
+                some = [i for i in rest if P[i].dtype == kind]
+                torch._fused_adamw_([P[i] for i in some], [G[i] if _alike(P[i], G[i]) else torch.empty_like(P[i]).copy_(G[i]) for i in some], [M[i] for i in some], [V[i] for i in some], [], [N[i] for i in some],
+                                    lr=lr, beta1=g['betas'][0], beta2=g['betas'][1], amsgrad=False, maximize=False, grad_scale=None, found_inf=found, **kw)
             for i in (i for i in odd if a <= i < b):
                 x = P[i].clone(), M[i].clone(), V[i].clone()
                 adamw_ref(x[0], G[i], *x[1:], N[i].item(), float(lr), *g['betas'], **kw)

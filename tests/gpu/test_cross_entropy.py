@@ -403,6 +403,28 @@ def test_another_stream(ns):
     assert torch.equal(got[0], want) and rel_error(got[1], want) < 1e-6
 
 
+OLDER = """
+import torch
+from xtrain.kernels import kernels
+ns = kernels('cross_entropy')
+for V in (1000, 70_000, 151_936, 600_000):
+    torch.manual_seed(0)
+    z, t = torch.randn(5, V, device='cuda', dtype=torch.bfloat16), torch.randint(V, (5,), device='cuda')
+    x = z.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(x, t, reduction='none'); want.sum().backward()
+    loss = ns.loss_and_grad_(z, t, None, -100, 0., 0.)
+    assert (loss-want).norm() < 1e-5*want.norm() and (z.double()-x.grad).norm() < 1e-2*x.grad.norm(), V
+print('right')
+"""
+
+
+def test_code_of_an_older_card_shares_no_row_among_blocks(ns, tmp_path):
+    "PTX of an A100 knows of no clusters: each block would take its part of the vocabulary for all of it"
+    import os, subprocess, sys
+    r = subprocess.run([sys.executable, '-c', OLDER], capture_output=True, text=True, env=dict(os.environ, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=str(tmp_path/'c')))
+    assert r.stdout.strip() == 'right', r.stdout + r.stderr[-2000:]
+
+
 def test_another_device(ns):
     if torch.cuda.device_count() < 2: pytest.skip('one GPU')
     z, t = torch.randn(9, 301, device='cuda:1', requires_grad=True), torch.randint(301, (9,), device='cuda:1')

@@ -11,8 +11,9 @@ __all__ = ['CHUNK_BYTES', 'CHUNK_ROWS', 'FEW', 'total_weight', 'soft_cap', 'cros
 import math
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from ..kernels import cuda_ops, defines, register
+from ..kernels import cuda_ops, defines, kernels, register
 from .contract import acc, check
 
 # %% ../../nbs/08_cross_entropy.ipynb #94e0b93e
@@ -387,7 +388,7 @@ def head_losses(
     softcap:float=0., # $c$
 )->tuple[Tensor,Tensor]: # Loss of each row, `(N,)`; its maximum and sum, `(N, 2)`
     "The forward alone: all columns of some rows at a time"
-    ns, V, f = cuda_ops('cross_entropy', h), w.shape[1], torch.float32
+    ns, V, f = kernels('cross_entropy', h.get_device()), w.shape[1], torch.float32
     l, stats, (chunks, buf) = h.new_empty(len(h), dtype=f), h.new_empty(len(h), 2, dtype=f), _chunks(h, V)
     for out in chunks:
         z = buf[:len(h[out])]
@@ -409,7 +410,7 @@ def head_grads(
     softcap:float=0., # As in the forward
 )->tuple[Tensor,Tensor]: # Gradients by `h` and by `w`, empty if not wanted
     "The backward alone: all rows of some columns at a time"
-    (N, V), ns, f = (len(h), w.shape[1]), cuda_ops('cross_entropy', h), torch.float32
+    (N, V), ns, f = (len(h), w.shape[1]), kernels('cross_entropy', h.get_device()), torch.float32
     dh = torch.zeros_like(h, dtype=f) if need_dh else h.new_empty(0)
     dw = (torch.empty_like if N else torch.zeros_like)(w) if need_dw else w.new_empty(0)
     x, kw = h.where((targets != ignore_index)[:, None], 0), dict(out_dtype=f) if h.dtype != f else {}
@@ -476,6 +477,6 @@ def linear_cross_entropy(
         targets = targets.where(weight != 0, ignore_index)
     options = weight, float(z_loss), float(softcap)
     if _twice(h, w): return _reduce(HeadLosses.apply(h, w, targets, ignore_index, *options[1:]), targets, ignore_index, reduction, weight)
-    if torch.is_grad_enabled(): total, n = LinearCrossEntropy.apply(h, w, targets, ignore_index, *options)
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0: total, n = LinearCrossEntropy.apply(h, w, targets, ignore_index, *options)
     else: total, n, *_ = loss_and_grads(h, w, targets, ignore_index, False, False, *options)
     return total/n if reduction == 'mean' else total

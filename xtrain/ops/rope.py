@@ -154,7 +154,7 @@ def _describe(ns):
     "Shapes and gradients of the kernels in the namespace `ns`"
     def dense(t): # As `dense_last` in the file
         *sizes, D = t.shape
-        return t if t.stride(-1) == 1 and all(n < 2 or s == 0 or s >= D for n,s in zip(sizes, t.stride())) else t.contiguous()
+        return t if t.stride(-1) == 1 and all(s >= D or s == 0 or n < 2 for n,s in zip(sizes, t.stride())) else t.contiguous()
     def keep(ctx, inputs, output): ctx.save_for_backward(*inputs[1:])
     def keep_all(ctx, inputs, output):
         *tensors, ctx.eps = inputs
