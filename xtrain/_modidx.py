@@ -492,6 +492,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                      'xtrain.ops.contract.Traffic.__torch_dispatch__': ( 'contract.html#traffic.__torch_dispatch__',
                                                                                          'xtrain/ops/contract.py'),
                                      'xtrain.ops.contract._fits': ('contract.html#_fits', 'xtrain/ops/contract.py'),
+                                     'xtrain.ops.contract._own': ('contract.html#_own', 'xtrain/ops/contract.py'),
                                      'xtrain.ops.contract.acc': ('contract.html#acc', 'xtrain/ops/contract.py'),
                                      'xtrain.ops.contract.check': ('contract.html#check', 'xtrain/ops/contract.py')},
             'xtrain.ops.cross_entropy': { 'xtrain.ops.cross_entropy.CrossEntropy': ( 'cross_entropy.html#crossentropy',

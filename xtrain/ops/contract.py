@@ -18,6 +18,10 @@ def acc(
     "The dtype that statistics and reductions accumulate in"
     return x.float() if x.dtype.itemsize < 4 else x
 
+def _own(y):
+    "What the forward of an `autograd.Function` returns: torch 2.11 compiles a gradient of zeros for a result that was written in place, or cast to the dtype it had"
+    return y.clone() if torch.compiler.is_compiling() else y
+
 # %% ../../nbs/01_contract.ipynb #d21b4fe7
 class Traffic(TorchDispatchMode):
     "Counts the bytes that torch's calls read, write and freshly allocate inside a `with` block; views are free"

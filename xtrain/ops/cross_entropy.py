@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from ..kernels import cuda_ops, defines, kernels, register
-from .contract import acc, check
+from .contract import _own, acc, check
 
 # %% ../../nbs/08_cross_entropy.ipynb #94e0b93e
 def total_weight(
@@ -180,7 +180,7 @@ class CrossEntropy(torch.autograd.Function):
             if softcap: b.div_(softcap).tanh_().mul_(softcap)
             out.copy_(exp_rows(b, t_c, k[:m], z_loss)[0])
         l = l.where(scored, 0)
-        return l if bad is None else l.masked_fill_(bad, math.nan)
+        return _own(l if bad is None else l.masked_fill_(bad, math.nan))
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from ..kernels import cuda_ops, defines, register
-from .contract import acc, check
+from .contract import _own, acc, check
 
 # %% ../../nbs/07_flash_attention.ipynb #b68b80d9
 def key_runs(
@@ -145,7 +145,7 @@ def flash_backward(
 class FlashTiles(torch.autograd.Function):
     "Tile by tile in plain torch: nothing of size `T*S` is made or kept"
     @staticmethod
-    def forward(q, k, v, runs, scale): return flash_forward(q, k, v, runs, scale)
+    def forward(q, k, v, runs, scale): return tuple(map(_own, flash_forward(q, k, v, runs, scale)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -10,7 +10,7 @@ __all__ = ['rope_tables', 'rotate_half', 'rope_ref', 'turn', 'rope_grad', 'rope_
 import torch
 from torch import Tensor
 from ..kernels import cuda_ops, defines, register
-from .contract import check
+from .contract import _own, check
 from .rms_norm import _readable, rms_norm, rms_norm_grad, rms_norm_ref
 
 # %% ../../nbs/03_rope.ipynb #e06d8142
@@ -78,7 +78,7 @@ class RoPE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return rope_forward(x, cos, sin)
+        return _own(rope_forward(x, cos, sin))
 
     @staticmethod
     def backward(ctx, g): return rope_grad(*ctx.saved_tensors, g), None, None

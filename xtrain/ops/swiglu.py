@@ -10,7 +10,7 @@ import torch, torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from ..kernels import cuda_ops, defines, register
-from .contract import acc, check
+from .contract import _own, acc, check
 
 # %% ../../nbs/04_swiglu.ipynb #2191cc20
 def swiglu_ref(
@@ -44,7 +44,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _own(F.silu(gate).mul_(up))
 
     @staticmethod
     @once_differentiable
