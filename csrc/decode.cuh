@@ -296,16 +296,13 @@ inline void allow_smem(const void* kernel, int64_t bytes) {
     STD_TORCH_CHECK(false, "decode: ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));
 }
 template <class... P, class... A> void launch_chained(void (*kernel)(P...), dim3 blocks, size_t smem, cudaStream_t s, A... args) {
-    int dev, major;
-    cudaGetDevice(&dev);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
     allow_smem((const void*)kernel, smem);
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared); // or the next kernel's blocks find no room beside this one's
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t c{};
-    c.gridDim = blocks; c.blockDim = dim3(THREADS); c.dynamicSmemBytes = smem; c.stream = s; c.attrs = &early; c.numAttrs = major >= 9;
+    c.gridDim = blocks; c.blockDim = dim3(THREADS); c.dynamicSmemBytes = smem; c.stream = s; c.attrs = &early; c.numAttrs = hopper_code((const void*)kernel);
     cudaLaunchKernelEx(&c, kernel, static_cast<P>(args)...);
 }
 inline int smem_limit() {
