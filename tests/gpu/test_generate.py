@@ -241,6 +241,8 @@ def test_text_and_stop_strings_in_a_batch():
 
 OLDER = """
 import sys; sys.path.insert(0, 'ROOT')
+from xtrain.kernels import backend
+assert backend('decode', 'decode_whole', 'flash_96', 'flash_128', 'rms_norm', 'rope', 'swiglu')[0] == 'cuda' # All at once: one after the other they take two minutes
 from tests.gpu.test_generate import BF16, Decoder, far, make, why_not
 model = make('qwen', BF16)
 assert why_not(model) is None and Decoder(model, 1, 64).whole is None
