@@ -5,32 +5,49 @@
 // Rows of the batch share the weights: 16-bit types multiply by mma.sync, rows of the batch against 8 rows of the weights, so one row costs
 // as much as eight; float32 multiplies in float32. Sums have a fixed order that does not depend on the batch: a row has the same bits in any.
 #include "decode.cuh"
+#include <algorithm>
 
 // --- shared memory, as the launches below ask for it -----------------------------------------------------------------------------------
+// A launch decides by the card: how many bytes a block can have (`limit`), and whether blocks can form clusters.
+constexpr int OWN = 4096, ROOMY = 224 << 10;                                                    // what a product declares itself, at most; Hopper's blocks have more than ROOMY
+struct Shape { int tiles, eights; };                                                            // of 8 rows of weights in a unit; of rows of the batch at a time
 constexpr int sums_bytes(int NB, int NT) { return 4 * WARPS * 8 * NB * (NT * 8 + 8); }          // what the warps have, to be added up: 8 NB rows
 constexpr int unit_bytes(int NT) { return NT * THREADS * 16; }
-constexpr int tiles_of(int mode, int itemsize, int limit) {                                     // of 8 rows of weights in a unit
-    return mode == ADD ? 1 : mode != SWIGLU ? 4 : itemsize == 2 && limit > 160 << 10 ? 6 : 2;
+HD constexpr int split_of(int NT, int mode) { return mode == ADD ? NT : 1; }
+HD constexpr bool staged(int NB, int NT, int mode) { return NB > 1 && (mode == STORE && NT == 4 || mode == SWIGLU && NT == 6); } // x waits in shared memory
+constexpr int stage_bytes(int NB, int NT, int mode) { return staged(NB, NT, mode) ? 4 * NB * THREADS * 16 : 0; }
+constexpr int least_bytes(int NB, int NT, int mode) { return OWN + sums_bytes(NB, NT) + 4 * unit_bytes(NT) + stage_bytes(NB, NT, mode); }
+// A sum has the same order whatever the number of tiles, so that may follow the batch; but for ADD, where they are the blocks of a cluster: there the columns decide
+inline Shape shape_of(int mode, int64_t B, int64_t K, int itemsize, int limit, bool clusters) {
+    const bool half = itemsize == 2, many = half && B > 8, roomy = limit > ROOMY;
+    int NT = many && !roomy ? 2 : 4;
+    if (mode == LOGITS) NT = 4;
+    if (mode == SWIGLU) NT = half && (many ? roomy : limit > 160 << 10) ? 6 : 2;
+    if (mode == ADD) NT = half && clusters ? (int)std::min(std::max(ceil_div(ceil_div(K, 256), 4), (int64_t)1), (int64_t)3) : 1; // about four steps for a block of a cluster
+    return {NT, many && least_bytes(4, NT, mode) <= limit ? 4 : 1};
 }
-constexpr int rows_of(int64_t B, int itemsize, int NT, int limit) {                             // eights of rows of the batch at a time
-    return itemsize == 2 && B > 8 && sums_bytes(4, NT) + 4 * unit_bytes(NT) <= limit - OWN_MOST ? 4 : 1;
+struct Room { int blocks, quarter, ring, gains, x, bytes; };                                    // units in a quarter of the ring; where it, a norm's gain (-1: there is no room) and staged x are
+inline Room room_of(int mode, int64_t K, int64_t N, int itemsize, int NB, int NT, int64_t blocks, int limit) {
+    const int SPLIT = split_of(NT, mode), unit = unit_bytes(NT), sums = sums_bytes(NB, NT), stage = stage_bytes(NB, NT, mode);
+    const int64_t steps = ceil_div(K, 32 * (16 / itemsize)), groups = ceil_div(N, 8 * (mode == SWIGLU ? NT / 2 : NT)), clusters = std::min(std::max(blocks / SPLIT, (int64_t)1), groups);
+    const int64_t rounds = ceil_div(groups, clusters), units = rounds * ceil_div(steps, SPLIT), gain = mode == ADD ? 0 : steps * WARPS * 64;
+    const bool fits = gain + least_bytes(NB, NT, mode) <= limit;
+    const int most = limit - OWN - sums - stage - (fits ? (int)gain : 0), some = mode == LOGITS ? 64 << 10 : 104 << 10; // not all there is: the next kernel's blocks need some, too
+    Room r{};
+    r.blocks = (int)clusters * SPLIT;
+    r.quarter = (int)std::min(ceil_div(units, 4), std::max((int64_t)std::min(most, some) / (4 * unit), (int64_t)1)); // a block's share if there is room
+    r.ring = rounds == 1 ? 0 : sums;                                                            // what the warps leave takes the ring's place if no more comes into it
+    const int end = std::max(r.ring + 4 * r.quarter * unit, sums);
+    r.gains = fits ? end : -1;
+    r.x = end + (fits ? (int)gain : 0);
+    r.bytes = r.x + stage;
+    return r;
 }
-inline int quarter_of(int64_t units, int NB, int NT, int mode, int limit) {                  // units in a quarter of the ring: a block's share if there is room
-    const int all = limit - OWN_MOST - sums_bytes(NB, NT), room = mode == LOGITS ? 64 << 10 : 104 << 10, most = (all < room ? all : room) / (4 * unit_bytes(NT));
-    return (int)(ceil_div(units, 4) <= most ? ceil_div(units, 4) : most < 1 ? 1 : most);
-}
-inline int64_t units_of(int64_t K, int64_t N, int itemsize, int NT, int mode, int64_t& blocks) { // of the block that has most; no more blocks than groups of rows
-    const int64_t steps = ceil_div(K, 32 * (16 / itemsize)), groups = ceil_div(N, 8 * (mode == SWIGLU ? NT / 2 : NT));
-    if (blocks > groups) blocks = groups;
-    return ceil_div(groups, blocks) * steps;
-}
-constexpr int product_bytes(int quarter, int NB, int NT) { return sums_bytes(NB, NT) + 4 * quarter * unit_bytes(NT); }
 constexpr int64_t attend_bytes(int G, int D, int itemsize) { return query_bytes(G, D, itemsize) + 2 * CUT * lanes_of(D, itemsize) * 2 * 16; } // and two cuts of keys and values
 // What a product [B, K] x [K, N] (mode 0 to 3: project, project_add, feed, logits) by `blocks` asks for on a card that gives a block `limit`
-int64_t product_shared(int64_t mode, int64_t B, int64_t K, int64_t N, int64_t itemsize, int64_t blocks, int64_t limit) {
-    const int NT = tiles_of(mode, itemsize, limit), NB = rows_of(B, itemsize, NT, limit);
-    const int64_t units = units_of(K, N, itemsize, NT, mode, blocks);
-    return product_bytes(quarter_of(units, NB, NT, mode, limit), NB, NT);
+int64_t product_shared(int64_t mode, int64_t B, int64_t K, int64_t N, int64_t itemsize, int64_t blocks, int64_t limit, bool clusters) {
+    const Shape s = shape_of((int)mode, B, K, (int)itemsize, (int)limit, clusters);
+    return room_of((int)mode, K, N, (int)itemsize, s.eights, s.tiles, blocks, (int)limit).bytes;
 }
 // What attention asks for: `group` query heads to a KV head
 int64_t attend_shared(int64_t group, int64_t D, int64_t itemsize) { return attend_bytes(heads_at_once(group), D, itemsize); }
@@ -47,120 +64,137 @@ struct Product {
     float2* best;                     // LOGITS: largest logit of each block and its id, [B, blocks]
     int* bad;                         // LOGITS: set where a logit is not finite
     int B, K, N, quarter;             // units in a quarter of the ring
+    int ring, gains, x_at;            // where they are in shared memory; no gains there: -1
     float eps;
     bool late;                        // let the next kernel start only when the one before is over
 };
 
 // The eight warps share the columns of x and w: warp i has blocks i, i+8, ... of 64 bytes. A `unit` is one such block of NT tiles of 8 rows, 16
 // bytes a tile and thread; units stream through a ring in shared memory in which every thread reads just what it asked for itself.
-// For more than 8 rows x streams through few registers (`ROLL`): the registers of two kernels must fit on a multiprocessor together, or the next one's blocks
-// are not there to ask for their weights. The head keeps x instead, since its blocks have many groups of rows.
-template <int NB, int MODE> constexpr bool ROLL = NB > 1 && MODE != LOGITS;
-template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(THREADS, NB == 1 || ROLL<NB, MODE> ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
+// A norm's gain is taken into x; its 1/rms, a factor of a whole row, into the sums at the end: x is read once, and no product waits for a sum of squares.
+// On Hopper more than 8 rows of a norm's x stream through shared memory as the weights do (`STAGE`), so that registers and shared memory of a
+// multiprocessor suffice for blocks of two kernels; else the next one's are not there early. Other x is in registers, KS units of it.
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+// What a block of the cluster has where this one has `p`
+__device__ __forceinline__ float of_peer(const float* p, int rank) {
+    float v = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];\n}" : "=f"(v) : "r"((unsigned)__cvta_generic_to_shared(p)), "r"(rank) : "memory");
+#endif
+    return v;
+}
+template <class T> __device__ __forceinline__ uint4 times(const uint4& x, const uint4& w) {
+    const auto a = as_vec<T>(x), b = as_vec<T>(w);
+    Vec<T, 16 / sizeof(T)> y;
+#pragma unroll
+    for (int e = 0; e < (int)(8 / sizeof(T)); e++) y.pair(e) = mul_rn(a.pair(e), b.pair(e));
+    return *reinterpret_cast<const uint4*>(&y);
+}
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr bool TWO = true;                                                     // blocks of two kernels find shared memory beside each other
+#else
+constexpr bool TWO = false;
+#endif
+template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(THREADS, NB == 1 || (TWO && (staged(NB, NT, MODE) || MODE == ADD)) ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     constexpr int E = 16 / sizeof(T), MT = (NB + 1) / 2, OUT = MODE == SWIGLU ? NT / 2 : NT, ROWS = 8 * NB;
-    constexpr bool NORM = MODE != ADD, HALF = sizeof(T) == 2, ROLLS = ROLL<NB, MODE>;
+    constexpr bool NORM = MODE != ADD, HALF = sizeof(T) == 2, STAGE = staged(NB, NT, MODE);
     constexpr int XS = HALF ? NB : 8;                                          // 16-byte pieces of x for a unit
-    constexpr int KS = !HALF ? 1 : ROLLS ? (NORM ? 1 : 2) : NORM ? 4 : 12;     // units whose x is in registers
+    constexpr int KS = !HALF || STAGE ? 1 : MODE == ADD && NB == 1 && NT == 1 ? 12 : 4;
     constexpr int CHAINS = NT == 1 ? 2 : 1, LINE = NT * 8 + 8;                 // floats between two rows of `red`, so that neither side meets a bank twice
+    constexpr int SPLIT = split_of(NT, MODE);                                  // blocks of a cluster that divide the columns between them, as many as there are tiles
+#if __CUDA_ARCH__ < 900
+    if constexpr (SPLIT > 1) __trap();                                         // no clusters, so never launched
+#endif
     extern __shared__ __align__(16) unsigned char smem[];
-    float* red = reinterpret_cast<float*>(smem);                               // [WARPS][ROWS][LINE]
-    __shared__ float squared[WARPS][ROWS];
-    uint4* ring = reinterpret_cast<uint4*>(smem + sizeof(float) * WARPS * ROWS * LINE) + threadIdx.x;
+    float* red = reinterpret_cast<float*>(smem);                               // [WARPS][ROWS][LINE], in the ring's place if a block has one group of rows
+    __shared__ float squared[WARPS][ROWS], scale[ROWS];
+    uint4* ring = reinterpret_cast<uint4*>(smem + p.ring) + threadIdx.x;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int K = p.K, N = p.N, steps = (K + 32 * E - 1) / (32 * E), groups = (N + 8 * OUT - 1) / (8 * OUT), b0 = blockIdx.y * ROWS;
-    const int units = (groups - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x * steps;
+    const int K = p.K, N = p.N, groups = (N + 8 * OUT - 1) / (8 * OUT), b0 = blockIdx.y * ROWS;
+    const int slice = blockIdx.x % SPLIT, first = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
+    const int all = (K + 32 * E - 1) / (32 * E), share = (all + SPLIT - 1) / SPLIT, begin = slice * share, steps = SPLIT == 1 ? all : min(share, all - begin);
+    const int units = (groups - first + stride - 1) / stride * steps;
     if (!p.late) done();
 
-    const T* rows[NT];
-    int loaded = 0, load_step = 0, load_group = blockIdx.x, load_slot = 0;
+    int loaded = 0, load_step = 0, load_group = first, load_slot = 0;
     const auto load_unit = [&] {
         if (loaded++ >= units) return;
-        if (load_step == 0) {
-#pragma unroll
-            for (int i = 0; i < NT; i++) {
-                int r = (load_group * OUT + i % OUT) * 8 + g, m = MODE == SWIGLU ? i / OUT : 0;
-                const bool in = r < N;
-                if (MODE == STORE && r >= p.end[0]) m = r >= p.end[1] ? 2 : 1, r -= p.end[m - 1];
-                rows[i] = in ? static_cast<const T*>(p.w[m]) + (int64_t)r * K + t * E : nullptr;
-            }
-        }
-        const int k = (load_step * WARPS + warp) * 4 * E;
+        const int k = ((begin + load_step) * WARPS + warp) * 4 * E + t * E;
 #pragma unroll
         for (int i = 0; i < NT; i++) {
-            const bool in = rows[i] && k + t * E < K;
-            copy_or_zero(ring + (load_slot * NT + i) * THREADS, in ? rows[i] + k : p.w[0], in);
+            int r = (load_group * OUT + i % OUT) * 8 + g, m = MODE == SWIGLU ? i / OUT : 0;
+            const bool in = r < N && k < K;
+            if (MODE == STORE && r >= p.end[0]) m = r >= p.end[1] ? 2 : 1, r -= p.end[m - 1];
+            copy_or_zero(ring + (load_slot * NT + i) * THREADS, in ? static_cast<const T*>(p.w[m]) + (int64_t)r * K + k : p.w[0], in);
         }
-        if (++load_step == steps) load_step = 0, load_group += gridDim.x;
+        if (++load_step == steps) load_step = 0, load_group += stride;
         if (++load_slot == 4 * p.quarter) load_slot = 0;
     };
     for (int q = 0; q < 4; q++) {
         for (int u = 0; u < p.quarter; u++) load_unit();
         copy_commit();
     }
-    uint4 gains[KS];
-    const auto load_gain = [&](uint4& to, int step) {
-        const int k = (step * WARPS + warp) * 4 * E + t * E;
-        to = step < steps && k < K ? __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.gain) + k)) : uint4{};
-    };
-    const auto load_gains = [&](int s0) {
-#pragma unroll
-        for (int s = 0; s < KS; s++) load_gain(gains[s], s0 + s);
-    };
-    if constexpr (NORM) load_gains(0);
+    uint4* const gains = reinterpret_cast<uint4*>(smem + p.gains) + warp * 4;  // for each step the four pieces that the warp needs
+    const auto gain_of = [&](int k) { return k < K ? __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.gain) + k)) : uint4{}; };
+    if (NORM && p.gains >= 0) {
+        for (int i = lane; i < 4 * steps; i += 32) gains[i / 4 * WARPS * 4 + i % 4] = gain_of((i / 4 * WARPS + warp) * 4 * E + i % 4 * E);
+        __syncwarp();
+    }
     wait_for_previous();
     if (p.late) done();
 
+    uint4* const staged = reinterpret_cast<uint4*>(smem + p.x_at) + threadIdx.x; // four steps of x
     uint4 xs[KS][XS];
-    const auto load_step_x = [&](uint4 (&to)[XS], int step) {
-        const int k = (step * WARPS + warp) * 4 * E + t * E;
+    const auto load_x = [&](uint4 (&to)[XS], int step) {
+        const int k = ((begin + step) * WARPS + warp) * 4 * E + t * E;
 #pragma unroll
         for (int i = 0; i < XS; i++) {
             const int b = b0 + (HALF ? 8 * i + g : i);
             to[i] = b < p.B && step < steps && k < K ? load_fresh(static_cast<const T*>(p.x) + (int64_t)b * K + k) : uint4{};
         }
     };
-    const auto load_x = [&](int s0) {
+    const auto load_xs = [&](int s0) {
 #pragma unroll
-        for (int s = 0; s < KS; s++) load_step_x(xs[s], s0 + s);
+        for (int s = 0; s < KS; s++) load_x(xs[s], s0 + s);
     };
-    load_x(0);
-    float r[XS];
-    if constexpr (NORM) {
-        float ss[XS] = {};
-        for (int s0 = 0; s0 < steps; s0 += KS) {
-            if (s0 && !ROLLS) load_x(s0);
+    int x_units = 0, x_step = 0, x_slot = 0, x_read = 0;
+    const auto stage_x = [&] {
+        if (x_units++ < units) {
+            const int k = (x_step * WARPS + warp) * 4 * E + t * E;
 #pragma unroll
-            for (int s = 0; s < KS; s++) {
-                if (ROLLS && s0 + s >= steps) break;
-#pragma unroll
-                for (int i = 0; i < XS; i++) ss[i] += squares<T>(xs[s][i]);
-                if (ROLLS && steps > KS) load_step_x(xs[s], s0 + s + KS < steps ? s0 + s + KS : s);
+            for (int i = 0; i < XS; i++) {
+                const int b = b0 + 8 * i + g;
+                const bool in = b < p.B && k < K;
+                copy_or_zero(staged + (x_slot * XS + i) * THREADS, in ? static_cast<const T*>(p.x) + (int64_t)b * K + k : p.x, in);
             }
+            if (++x_step == steps) x_step = 0;
+            x_slot = (x_slot + 1) % 4;
         }
+        copy_commit();
+    };
+    float ss[XS] = {};
+    const auto take_gain = [&](uint4 (&x)[XS], int step, bool count) {
+        const uint4 gain = p.gains >= 0 ? gains[step * WARPS * 4 + t] : gain_of((step * WARPS + warp) * 4 * E + t * E);
 #pragma unroll
         for (int i = 0; i < XS; i++) {
-            ss[i] = lane_sum(ss[i], 4);
-            if (HALF ? t == 0 : lane == 0) squared[warp][HALF ? 8 * i + g : i] = ss[i];
+            if (count) ss[i] += squares<T>(x[i]);
+            x[i] = times<T>(x[i], gain);
         }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < XS; i++) {
-            float s = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) s += squared[w][HALF ? 8 * i + g : i];
-            r[i] = __frsqrt_rn(s / K + p.eps);
-        }
-    }
-    const auto apply_norm = [&] {
-        if constexpr (NORM) {
+    };
+    const auto load_gained = [&](int s0, bool count) {
+        load_xs(s0);
+        if (NORM)
 #pragma unroll
             for (int s = 0; s < KS; s++)
-#pragma unroll
-                for (int i = 0; i < XS; i++) xs[s][i] = normed<T>(xs[s][i], r[i], gains[s]);
-        }
+                if (s0 + s < steps) take_gain(xs[s], s0 + s, count);
     };
-    if (NORM && steps > KS && !ROLLS) load_x(0);
-    if (!ROLLS) apply_norm();
+    if constexpr (STAGE) {
+        for (int s = 0; s < 4; s++) stage_x();
+    } else load_gained(0, true);
 
     float best[NB];
     int best_id[NB];
@@ -168,33 +202,25 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
     for (int i = 0; i < NB; i++) best[i] = -INFINITY, best_id[i] = 0x7fffffff;
     bool finite = true;
     int in_quarter = 0, slot = 0;
-    bool have = true;                                                          // xs holds unit 0 and those after it
-    for (int group = blockIdx.x; group < groups; group += gridDim.x) {
+    for (int group = first; group < groups; group += stride) {
         float acc[NT][HALF ? MT * CHAINS : 2][4] = {};
+        const auto one_output = [&]() -> T* {                                  // ADD: of this thread, if it has one
+            const int e = slice * 8 * ROWS + threadIdx.x, b = b0 + e / (8 * OUT), n = group * 8 * OUT + e % (8 * OUT);
+            return threadIdx.x < 8 * ROWS && b < p.B && n < N ? static_cast<T*>(p.y) + (int64_t)b * N + n : nullptr;
+        };
+        float old = 0;
+        if (MODE == ADD)
+            if (const T* at = one_output()) old = one_fresh(at);
         for (int s0 = 0; s0 < steps; s0 += KS) {
-            if (!have && !ROLLS) {
-                if constexpr (NORM) load_gains(s0);
-                load_x(s0);
-                apply_norm();
-            }
-            have = steps <= KS;
+            if (!STAGE && steps > KS && (s0 || group != first)) load_gained(s0, group == first);
 #pragma unroll
             for (int s = 0; s < KS; s++) {
                 if (s0 + s >= steps) break;
-                if (in_quarter == 0) copy_wait<3>();
+                if (STAGE || in_quarter == 0) copy_wait<3>();
                 uint4 now[XS];                                                 // this step's x
 #pragma unroll
-                for (int i = 0; i < XS; i++) {
-                    now[i] = xs[s][i];
-                    if constexpr (NORM && ROLLS) now[i] = normed<T>(now[i], r[i], gains[s]);
-                }
-                if constexpr (ROLLS) {
-                    const int next = s0 + s + KS < steps ? s0 + s + KS : s;
-                    if (steps > KS && (next > s || group + (int)gridDim.x < groups)) {
-                        load_step_x(xs[s], next);
-                        if constexpr (NORM) load_gain(gains[s], next);
-                    }
-                }
+                for (int i = 0; i < XS; i++) now[i] = STAGE ? staged[(x_read * XS + i) * THREADS] : xs[s][i];
+                if constexpr (STAGE) take_gain(now, s0 + s, group == first);
 #pragma unroll
                 for (int i = 0; i < NT; i++) {
                     const uint4 w = ring[(slot * NT + i) * THREADS];
@@ -220,10 +246,19 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
                     in_quarter = 0;
                     if (loaded < units)
                         for (int u = 0; u < p.quarter; u++) load_unit();
-                    copy_commit();
+                    if (!STAGE) copy_commit();
                 }
+                if constexpr (STAGE) x_read = (x_read + 1) % 4, stage_x();
             }
         }
+        if (NORM && group == first) {
+#pragma unroll
+            for (int i = 0; i < XS; i++) {
+                ss[i] = lane_sum(ss[i], 4);
+                if (HALF ? t == 0 : lane == 0) squared[warp][HALF ? 8 * i + g : i] = ss[i];
+            }
+        }
+        if (p.ring == 0) __syncthreads();                                      // the ring has been read
         // The warps' shares, one after the other
         float* to = red + warp * ROWS * LINE;
 #pragma unroll
@@ -243,12 +278,41 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
             }
         }
         __syncthreads();
+        if (NORM && group == first) {
+            if (threadIdx.x < ROWS) {
+                float s = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) s += squared[w][threadIdx.x];
+                scale[threadIdx.x] = __frsqrt_rn(s / K + p.eps);
+            }
+            __syncthreads();
+        }
         const auto total = [&](int tile, int n, int b) {
             float s = 0;
 #pragma unroll
             for (int w = 0; w < WARPS; w++) s += red[(w * ROWS + b) * LINE + tile * 8 + n];
-            return s;
+            return NORM ? __fmul_rn(s, scale[b]) : s;                            // on its own: not one fma with a bias
         };
+        if constexpr (MODE == ADD) {
+            __shared__ float sums[SPLIT > 1 ? OUT * 8 * ROWS : 1];             // this block's share of all outputs
+            if constexpr (SPLIT > 1) {
+#pragma unroll
+                for (int it = 0; it < (OUT * 8 * ROWS + THREADS - 1) / THREADS; it++) {
+                    const int e = threadIdx.x + it * THREADS, b = e / (8 * OUT), c = e % (8 * OUT);
+                    if (b < ROWS && b0 + b < p.B) sums[e] = total(c / 8, c % 8, b);
+                }
+                cluster_sync();
+            }
+            if (T* at = one_output()) {
+                const int e = slice * 8 * ROWS + threadIdx.x;
+                float v = 0;
+                if constexpr (SPLIT == 1) v = total(0, e % 8, e / 8);
+                else
+#pragma unroll
+                    for (int i = 0; i < SPLIT; i++) v += of_peer(sums + e, i);
+                *at = from_float<T>(old + round_to<T>(v));
+            }
+        } else
 #pragma unroll
         for (int it = 0; it < (OUT * 8 * ROWS + THREADS - 1) / THREADS; it++) {
             const int e = threadIdx.x + it * THREADS, b = e / (8 * OUT), tile = e % (8 * OUT) / 8, n = group * 8 * OUT + e % (8 * OUT);
@@ -262,7 +326,6 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
             const int64_t o = (int64_t)(b0 + b) * N + n;
             T* y = static_cast<T*>(p.y);
             if (MODE == STORE) y[o] = from_float<T>(v);
-            if (MODE == ADD) y[o] = from_float<T>(one_fresh(y + o) + v);
             if (MODE == SWIGLU) {
                 const float u = round_to<T>(total(tile + OUT, e % 8, b));
                 y[o] = from_float<T>(v / (1.f + expf(-v)) * u);
@@ -273,7 +336,8 @@ template <class T, int NB, int NT, int MODE> __global__ void __launch_bounds__(T
                 if (v > best[it]) best[it] = v, best_id[it] = n;               // ids grow: the first of equals stays
             }
         }
-        __syncthreads();
+        if constexpr (SPLIT > 1) cluster_sync();                               // nobody goes on while another reads
+        else __syncthreads();
     }
     if constexpr (MODE == LOGITS) {
         static_assert(OUT == 4);                                               // a warp has one row of the batch at a time
@@ -370,23 +434,37 @@ template <class T> __global__ void __launch_bounds__(THREADS) advance_kernel(con
 }
 
 template <class T, int NB, int NT, int MODE> void launch_product(Product& p, int blocks, cudaStream_t s) {
-    static_assert(product_bytes(1, NB, NT) + OWN_MOST <= (NB == 4 && NT == 4 || NT == 6 ? 163 : 99) * 1024); // what `rows_of` and `tiles_of` look at
-    int64_t most = blocks;
-    const int64_t units = units_of(p.K, p.N, sizeof(T), NT, MODE, most), above = ceil_div(p.B, 8 * NB);
+    static_assert(least_bytes(NB, NT, MODE) <= (staged(NB, NT, MODE) ? ROOMY : NT == 6 || NB == 4 && MODE == LOGITS ? 160 << 10 : 99 << 10)); // what `shape_of` looks at
+    const int64_t above = ceil_div(p.B, 8 * NB);
     STD_TORCH_CHECK(above <= 65535, "decode: at most ", 65535 * 8 * NB, " rows at a time, got ", p.B);
-    p.quarter = quarter_of(units, NB, NT, MODE, smem_limit());
-    launch_chained(product_kernel<T, NB, NT, MODE>, dim3((unsigned)most, (unsigned)above), product_bytes(p.quarter, NB, NT), s, p);
+    const Room r = room_of(MODE, p.K, p.N, sizeof(T), NB, NT, blocks, smem_limit());
+    p.quarter = r.quarter, p.ring = r.ring, p.gains = r.gains, p.x_at = r.x;
+    launch_chained(split_of(NT, MODE), product_kernel<T, NB, NT, MODE>, dim3((unsigned)r.blocks, (unsigned)above), r.bytes, s, p);
 }
-template <int NT, int MODE> void run_product(const Tensor& x, Product& p, int blocks) {
+template <int MODE> void run_product(const Tensor& x, Product& p, int blocks) {
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     const cudaStream_t s = stream_of(x);
-    if (x.scalar_type() == ScalarType::Float) {
-        if constexpr (NT <= 4) launch_product<float, 1, NT, MODE>(p, blocks, s);
-    } else {
-        STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "decode: dtype must be float32 or bfloat16");
-        if (rows_of(p.B, 2, NT, smem_limit()) == 4) launch_product<bf16, 4, NT, MODE>(p, blocks, s);
-        else launch_product<bf16, 1, NT, MODE>(p, blocks, s);
-    }
+    const bool half = x.scalar_type() == ScalarType::BFloat16;
+    STD_TORCH_CHECK(half || x.scalar_type() == ScalarType::Float, "decode: dtype must be float32 or bfloat16");
+    const Shape shape = shape_of(MODE, p.B, p.K, half ? 2 : 4, smem_limit(), hopper_code((const void*)product_kernel<bf16, 1, 2, ADD>));
+    constexpr int FLOATS = MODE == ADD ? 1 : MODE == SWIGLU ? 2 : 4;           // tiles of float32
+    const auto go = [&](auto tiles) {                                          // the shapes that `shape_of` gives, and no others
+        constexpr int NT = decltype(tiles)::value;
+        if (shape.eights == 1) launch_product<bf16, 1, NT, MODE>(p, blocks, s);
+        else launch_product<bf16, 4, NT, MODE>(p, blocks, s);
+    };
+    if (!half) launch_product<float, 1, FLOATS, MODE>(p, blocks, s);
+    else if constexpr (MODE == ADD) {
+        if (shape.tiles == 1) go(std::integral_constant<int, 1>{});
+        else if (shape.tiles == 2) go(std::integral_constant<int, 2>{});
+        else go(std::integral_constant<int, 3>{});
+    } else if constexpr (MODE == SWIGLU) {
+        if (shape.tiles == 2) go(std::integral_constant<int, 2>{});
+        else go(std::integral_constant<int, 6>{});
+    } else if constexpr (MODE == STORE) {
+        if (shape.tiles == 2) launch_product<bf16, 4, 2, STORE>(p, blocks, s);
+        else go(std::integral_constant<int, 4>{});
+    } else go(std::integral_constant<int, 4>{});
     check_launch("decode");
 }
 inline Product product_of(const Tensor& x, const Tensor& y, double eps) {
@@ -402,20 +480,19 @@ void project(const Tensor& x, const Tensor& gain, const Tensor& wq, const Tensor
     p.w[0] = wq.const_data_ptr(); p.w[1] = wk.const_data_ptr(); p.w[2] = wv.const_data_ptr();
     p.bias[0] = data(bq); p.bias[1] = data(bk); p.bias[2] = data(bv);
     p.end[0] = (int)wq.size(0); p.end[1] = p.end[0] + (int)wk.size(0); p.end[2] = p.N;
-    run_product<4, STORE>(x, p, sm_count());
+    run_product<STORE>(x, p, sm_count());
 }
 // h += x @ w
 void project_add(const Tensor& x, const Tensor& w, Tensor& h) {
     Product p = product_of(x, h, 0);
     p.w[0] = w.const_data_ptr();
-    run_product<1, ADD>(x, p, sm_count());
+    run_product<ADD>(x, p, sm_count());
 }
 // y = silu(norm(x) @ gate) * (norm(x) @ up)
 void feed(const Tensor& x, const Tensor& gain, const Tensor& gate, const Tensor& up, Tensor& y, double eps) {
     Product p = product_of(x, y, eps);
     p.gain = gain.const_data_ptr(); p.w[0] = gate.const_data_ptr(); p.w[1] = up.const_data_ptr();
-    if (tiles_of(SWIGLU, x.scalar_type() == ScalarType::Float ? 4 : 2, smem_limit()) == 6) run_product<6, SWIGLU>(x, p, sm_count());
-    else run_product<2, SWIGLU>(x, p, sm_count());
+    run_product<SWIGLU>(x, p, sm_count());
 }
 // y = norm(x) @ w, the best of each block in `best` [B, blocks, 2]; `bad` becomes 1 if one is not finite
 void logits(const Tensor& x, const Tensor& gain, const Tensor& w, Tensor& y, Tensor& best, Tensor& bad, double eps) {
@@ -424,7 +501,7 @@ void logits(const Tensor& x, const Tensor& gain, const Tensor& w, Tensor& y, Ten
     p.best = (float2*)best.mutable_data_ptr(); p.bad = (int*)bad.mutable_data_ptr();
     const int groups = (int)ceil_div(p.N, 32);
     STD_TORCH_CHECK(best.size(1) <= groups, "decode: more parts of `best` than groups of rows");
-    run_product<4, LOGITS>(x, p, (int)best.size(1));
+    run_product<LOGITS>(x, p, (int)best.size(1));
 }
 void attend(const Tensor& qkv, const Tensor& q_gain, const Tensor& k_gain, const Tensor& cos, const Tensor& sin, Tensor& k, Tensor& v, const Tensor& at, const Tensor& pad, Tensor& part, Tensor& arrived, Tensor& y, double eps) {
     torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
@@ -436,7 +513,7 @@ void attend(const Tensor& qkv, const Tensor& q_gain, const Tensor& k_gain, const
     const auto go = [&](auto t, auto g, auto l) {
         using T = decltype(t);
         constexpr int G = decltype(g)::value, L = decltype(l)::value;
-        launch_chained(attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)slices, p.B), attend_bytes(G, p.D, sizeof(T)), s, p);
+        launch_chained(1, attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)slices, p.B), attend_bytes(G, p.D, sizeof(T)), s, p);
     };
     const auto pick = [&](auto t, auto l) {
         if (heads == 1) go(t, std::integral_constant<int, 1>{}, l);
@@ -475,7 +552,7 @@ STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
-    m.def("product_shared(int mode, int rows, int K, int N, int itemsize, int blocks, int limit) -> int");
+    m.def("product_shared(int mode, int rows, int K, int N, int itemsize, int blocks, int limit, bool clusters) -> int");
     m.def("attend_shared(int group, int head_dim, int itemsize) -> int");
     m.def("project(Tensor x, Tensor gain, Tensor wq, Tensor wk, Tensor wv, Tensor bq, Tensor bk, Tensor bv, Tensor(a!) y, float eps, bool late) -> ()");
     m.def("project_add(Tensor x, Tensor w, Tensor(a!) h) -> ()");

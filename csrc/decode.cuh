@@ -295,14 +295,17 @@ inline void allow_smem(const void* kernel, int64_t bytes) {
     cudaGetLastError();
     STD_TORCH_CHECK(false, "decode: ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));
 }
-template <class... P, class... A> void launch_chained(void (*kernel)(P...), dim3 blocks, size_t smem, cudaStream_t s, A... args) {
+// `cluster`: blocks next to each other that see each other's shared memory
+template <class... P, class... A> void launch_chained(int cluster, void (*kernel)(P...), dim3 blocks, size_t smem, cudaStream_t s, A... args) {
     allow_smem((const void*)kernel, smem);
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared); // or the next kernel's blocks find no room beside this one's
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute how[2] = {};
+    how[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    how[0].val.programmaticStreamSerializationAllowed = 1;
+    how[1].id = cudaLaunchAttributeClusterDimension;
+    how[1].val.clusterDim.x = cluster, how[1].val.clusterDim.y = how[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t c{};
-    c.gridDim = blocks; c.blockDim = dim3(THREADS); c.dynamicSmemBytes = smem; c.stream = s; c.attrs = &early; c.numAttrs = hopper_code((const void*)kernel);
+    c.gridDim = blocks; c.blockDim = dim3(THREADS); c.dynamicSmemBytes = smem; c.stream = s; c.attrs = how; c.numAttrs = !hopper_code((const void*)kernel) ? 0 : cluster > 1 ? 2 : 1;
     cudaLaunchKernelEx(&c, kernel, static_cast<P>(args)...);
 }
 inline int smem_limit() {

@@ -120,7 +120,7 @@ def asked():
     ns, whole = (k.load_source(k.csrc_path()/f'{n}.cu', gpu=False) for n in ('decode', 'decode_whole'))
     for size,dtype in ((2, 'bfloat16'), (4, 'float32')):
         for mode,what in enumerate(('project', 'project_add', 'feed', 'logits')):
-            for B in (1, 32): rows.append(('decode', f'{dtype}, {what}, {B} rows', {c: ns.product_shared(mode, B, 4096, 16384, size, 132, most) for c,(most,_) in CARDS.items()}))
+            for B in (1, 32): rows.append(('decode', f'{dtype}, {what}, {B} rows', {c: max(ns.product_shared(mode, B, 4096, 16384, size, 132, most, clusters) for clusters in {c != 'sm_80', c == 'sm_90'}) for c,(most,_) in CARDS.items()})) # Cards of the middle kind with clusters and without
         for D in (64, 128, 256):
             if D*size <= 512: n = ns.attend_shared(4, D, size); rows.append(('decode', f'{dtype}, attend, head_dim {D}', {c: n if n+512 <= most else None for c,(most,_) in CARDS.items()})) # As why_not decides
     for B in (1, 6): rows.append(('decode_whole', f'bfloat16, {B} rows of Qwen3 0.6B', {c: n if (n := whole.whole_shared(B, 16, 8, 128, 1024, 3072, 28, most)) > 0 and c == 'sm_90' else None for c,(most,_) in CARDS.items()}))
@@ -160,7 +160,7 @@ def test_compiles_for_every_card(compiled, name):
     assert not spilled, f'{len(spilled)} kernels spill: {spilled[:5]}'
     own = declared(out)
     assert set(own) == {n for ks in found.values() for n,_,_ in ks}
-    if name == 'decode': assert max(own.values()) <= 2048 and max(b for n,b in own.items() if 'attend' in n) <= 512 # OWN_MOST; what why_not adds
+    if name == 'decode': assert max(own.values()) <= 4096 and max(b for n,b in own.items() if 'attend' in n) <= 512 # OWN; what why_not adds
     if name == 'decode_whole': assert 0 < max(own.values()) <= 2048
 
 
@@ -172,11 +172,24 @@ def test_no_launch_asks_for_more_than_a_card_has():
     ns, whole = (k.load_source(k.csrc_path()/f'{n}.cu', gpu=False) for n in ('decode', 'decode_whole'))
     shapes = [(8, 8), (64, 1000), (1024, 151936), (4096, 24576), (12288, 4096), (65536, 8)]
     for most,_ in CARDS.values():
-        got = {ns.product_shared(mode, B, K, N, size, blocks, most) for mode in range(4) for B in (1, 8, 9, 32, 33, 100_000) for K,N in shapes for size in (2, 4) for blocks in (1, 14, 108, 264)}
-        assert min(got) > 0 and max(got)+2*KIB <= most
+        got = {ns.product_shared(mode, B, K, N, size, blocks, most, clusters) for clusters in (False, True) for mode in range(4) for B in (1, 8, 9, 32, 33, 100_000) for K,N in shapes for size in (2, 4) for blocks in (1, 14, 108, 264)}
+        assert min(got) > 0 and max(got)+4*KIB <= most
         for B,H,Hkv,D,E,F,L in [(1, 16, 8, 128, 1024, 3072, 28), (6, 64, 8, 128, 8192, 28672, 80), (6, 128, 8, 128, 16384, 53248, 126), (8, 1, 1, 8, 8, 8, 1), (1, 8, 8, 64, 512, 512, 2000)]:
             assert (n := whole.whole_shared(B, H, Hkv, D, E, F, L, most)) == -1 or 3*16*KIB < n <= most-2*KIB
     assert whole.whole_shared(6, 16, 8, 128, 1024, 3072, 28, 227*KIB) > 0 > whole.whole_shared(6, 128, 8, 128, 16384, 53248, 126, 227*KIB)
+
+
+@pytest.mark.parametrize('what, mode, B, K, N, size, blocks, most, clusters, parts', [
+    ('gate and up of Qwen3 0.6B on Hopper, one round: the sums take the place of the ring', 2, 32, 1024, 3072, 2, 132, 227, True, (98304, 2048, 65536)),
+    ('of a model four times as wide: no room for the gain, so it is read from memory', 2, 32, 4096, 12288, 2, 132, 227, True, (57344, 98304, 65536)),
+    ('as wide, eight rows: with the gain', 2, 8, 4096, 12288, 2, 132, 227, True, (14336, 98304, 8192)),
+    ('q k v of Qwen3 0.6B', 0, 32, 1024, 4096, 2, 132, 227, True, (65536, 2048, 65536)), ('of a card that has no room for staged rows', 0, 32, 1024, 4096, 2, 108, 163, False, (24576, 3*32768, 2048)),
+    ('and of one with 99 KiB', 0, 32, 1024, 4096, 2, 108, 99, True, (24576, 2*32768, 2048)), ('down, three blocks divide 12 steps', 1, 32, 3072, 1024, 2, 132, 227, True, (49152,)), ('no clusters: one block has them all', 1, 32, 3072, 1024, 2, 132, 227, False, (49152,)),
+    ('head', 3, 32, 1024, 151936, 2, 132, 227, True, (40960, 65536, 2048)), ('head, eight rows at a time', 3, 32, 1024, 151936, 2, 132, 99, True, (10240, 65536, 2048)), ('float32', 0, 32, 1024, 4096, 4, 132, 99, True, (65536, 4096))])
+def test_what_a_product_asks_for(what, mode, B, K, N, size, blocks, most, clusters, parts):
+    "Counted by hand: sums of eight warps, the ring, the norm's gain, staged rows"
+    ns = k.load_source(k.csrc_path()/'decode.cu', gpu=False)
+    assert ns.product_shared(mode, B, K, N, size, blocks, most*KIB, clusters) == sum(parts), what
 
 
 def test_few_queries_take_all_cuts_only_where_they_fit():

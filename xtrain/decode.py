@@ -70,7 +70,7 @@ class Decoder:
         f32, i32, H, K, D = torch.float32, torch.int32, c.n_heads, c.n_kv_heads, c.head_dim
         self.x, self.qkv, self.mixed, self.inner, self.logits = (new(rows, n) for n in (c.dim, (H+2*K)*D, H*D, c.ffn_dim, c.vocab_size))
         self.whole = _whole(c, rows, dtype, device)
-        blocks = torch.cuda.get_device_properties(device).multi_processor_count*(1 if self.whole else 2)
+        blocks = torch.cuda.get_device_properties(device).multi_processor_count*(1 if self.whole or rows > 8 and dtype == torch.bfloat16 else 2)
         self.best, self.bad = new(rows, min(blocks, -(-c.vocab_size//32)), 2, dtype=f32), new(1, dtype=i32)
         self.part, self.arrived = new((2 if self.whole else 1)*rows*H*-(-room//64)*(D+1), dtype=f32), new(rows*H, dtype=i32)
         if self.whole: self.flow = torch.full((2, c.n_layers, rows, 2*(H+K)*D+2*c.dim+c.ffn_dim), -1, dtype=torch.int16, device=device)

@@ -10,7 +10,7 @@ from xtrain.model import TinyTransformer
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = dict(qwen=dict(n_heads=4, n_kv_heads=2, head_dim=128), gqa=dict(n_heads=8, n_kv_heads=2, head_dim=64), odd=dict(dim=320, n_heads=5, n_kv_heads=1, head_dim=32, ffn_dim=1000, vocab_size=1003, tied=False),
-              wide=dict(dim=2560, n_heads=4, n_kv_heads=4, head_dim=96, ffn_dim=3336), seven=dict(n_heads=7, n_kv_heads=1, head_dim=128, ffn_dim=520))
+              wide=dict(dim=2560, n_heads=4, n_kv_heads=4, head_dim=96, ffn_dim=3336), seven=dict(n_heads=7, n_kv_heads=1, head_dim=128, ffn_dim=520), two=dict(n_heads=12, n_kv_heads=4, head_dim=128, ffn_dim=1800)) # two: clusters of two, as `wide` has of three
 
 def make(shape='qwen', dtype=F32, attention='auto', seed=0, **kw):
     cfg = ModelConfig(**(dict(vocab_size=3000, dim=512, n_layers=3, ffn_dim=1024, max_seq_len=2048, rope_theta=1e6, tied=True) | SHAPES[shape] | kw))
@@ -129,25 +129,44 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype, batches):
             seen.append((d.logits[at].clone(), d.x[at].clone()))
     assert all(torch.equal(a, b) for s in seen for a,b in zip(seen[0], s))
 
-@pytest.mark.parametrize('shape', ['qwen', 'gqa', 'wide', 'seven'])
-@pytest.mark.parametrize('rows, prompt', [(1, 5), (1, 64), (1, 200), (1, 600), (3, 130), (6, 300), (6, 1100)])
-def test_one_kernel_and_many_agree(shape, rows, prompt, monkeypatch):
-    "A whole step in one kernel, against the chain: float32 sums in another order, the same roundings"
+@pytest.mark.parametrize('shape', ['qwen', 'gqa', 'wide', 'seven', 'two'])
+@pytest.mark.parametrize('rows, prompt', [(1, 5), (1, 64), (1, 200), (1, 600), (3, 130), (6, 300), (6, 1100), (9, 100), (32, 70)])
+def test_as_near_float32_as_the_ordinary_path(shape, rows, prompt, monkeypatch):
+    """A step in one kernel and by the chain, each against the same weights in float32, as the ordinary path in bfloat16 is: they round in other places and add up in
+    another order, and none may lose by it. Every step begins from the same cache and the same token, so the distances are those of a step alone. 40 steps and all rows
+    are pooled: for one row the ratio of two distances then scatters by 2% (30 models on a CPU, where rounding as the chain does came to 0.91 of the ordinary way, at most 0.94)."""
     import xtrain.decode as module
-    model = make(shape, BF16)
-    ids, pad = torch.tensor([some(prompt, seed=i) for i in range(rows)], device='cuda'), torch.tensor([3*i for i in range(rows)], device='cuda')
+    model, n, V = make(shape, BF16), 40, 3000
+    exact = TinyTransformer(model.cfg, attention='composed').cuda()
+    exact.load_state_dict({k: w.float() for k,w in model.state_dict().items()})  # bfloat16 in float32 is exact
+    exact.dtype = F32
+    ids, pad, room = torch.tensor([some(prompt, V, seed=i) for i in range(rows)], device='cuda'), torch.tensor([3*i%prompt for i in range(rows)], device='cuda'), prompt+n+1
     with torch.no_grad():
-        one = Decoder(model, rows, prompt+40)
-        if one.whole is None: pytest.skip('no such kernel on this GPU')
+        ways = dict(one=Decoder(model, rows, room))
+        if ways['one'].whole is None: del ways['one']
         monkeypatch.setattr(module, 'kernels', lambda name, *a: None if name == 'decode_whole' else kernels(name, *a))
-        many = Decoder(model, rows, prompt+40)
-        assert many.whole is None
-        for d in (one, many): d.start(model, ids, pad, Sampler(rows), 30)
-        for _ in range(20):
-            for a,b in zip((one.x, one.ids, one.kv.k, one.kv.v), (many.x, many.ids, many.kv.k, many.kv.v)): a.copy_(b)
-            one.graph.replay(); many.graph.replay()
-            assert ((one.logits.double()-many.logits.double()).norm()/many.logits.double().norm()) < 2e-2
-    assert one.at.equal(many.at) and not one.arrived.any() and not many.arrived.any()
+        ways['chain'] = Decoder(model, rows, room)
+        assert ways['chain'].whole is None
+        for d in ways.values(): cur = d.start(model, ids, pad, Sampler(rows), n+1).clone()
+        kv, kv32 = (KVCache(model.cfg, rows, room, t, 'cuda') for t in (BF16, F32))
+        prefill(model, ids, kv, pad)
+        far, size, apart = dict.fromkeys([*ways, 'ordinary'], 0.), 0., 0.
+        for _ in range(n):
+            kv32.k.copy_(kv.k); kv32.v.copy_(kv.v); kv32.length = kv.length
+            for d in ways.values():
+                d.kv.k.copy_(kv.k); d.kv.v.copy_(kv.v); d.x.copy_(model.embed[cur])
+                d.graph.replay()
+            want, got = prefill(exact, cur[:, None], kv32, pad).double(), {k: d.logits.double() for k,d in ways.items()}
+            got['ordinary'] = prefill(model, cur[:, None], kv, pad).double()
+            size += want.square().sum().item()
+            for k,y in got.items(): far[k] += (y-want).square().sum().item()
+            if 'one' in got: apart = max(apart, ((got['one']-got['chain']).norm()/got['chain'].norm()).item())
+            cur = got['ordinary'].argmax(-1)
+    far = {k: (x/size)**.5 for k,x in far.items()}
+    print(shape, rows, prompt, {k: f'{x:.5f}' for k,x in far.items()}, f'one kernel and the chain are {apart:.5f} apart')
+    assert 1e-4 < far['ordinary'] < 3e-2 and max(far.values()) <= 1.1*far['ordinary'], far
+    assert apart < 4e-2 # No bound on rounding, that is above (each some 1.6e-2 from float32, the two some 2e-2 from each other); but one step that is wrong could be lost among 40
+    assert all(d.at.tolist() == [prompt+n]*rows and not d.arrived.any() and not d.bad.item() for d in ways.values())
 
 def test_what_padding_and_the_future_hold_does_not_matter():
     model, pad = make('qwen', BF16), torch.tensor([0, 70, 3], device='cuda')
@@ -247,11 +266,12 @@ from tests.gpu.test_generate import BF16, Decoder, far, make, why_not
 model = make('qwen', BF16)
 assert why_not(model) is None and Decoder(model, 1, 64).whole is None
 assert far(model, 1, 40, 3) < 3e-2
+assert all(far(make(shape, BF16), rows, 40, 3) < 3e-2 for shape in ('two', 'wide') for rows in (1, 9)) # no clusters
 print('right')
 """
 
 def test_code_of_an_older_card_takes_the_chain(tmp_path):
-    "D03: PTX of an A100 on what is here has no step in one kernel"
+    "D03: PTX of an A100 on what is here has no step in one kernel, and knows no clusters"
     import os, subprocess, sys
     from pathlib import Path
     root = Path(__file__).resolve().parents[2]
@@ -263,3 +283,8 @@ def test_a_model_too_wide_for_one_kernel_takes_the_chain():
     model = make('qwen', BF16, dim=16384, n_layers=1, ffn_dim=512, vocab_size=200)
     if torch.cuda.get_device_capability()[0] == 9: assert Decoder(model, 1, 64).whole is not None
     assert Decoder(model, 6, 64).whole is None and far(model, 6, 20, 2) < 3e-2
+
+@pytest.mark.parametrize('rows', [8, 9, 32])
+def test_a_gain_too_long_for_shared_memory(rows):
+    "Gate and up of a wide model take all there is for many rows: the norm's gain is read from memory"
+    assert far(make('qwen', BF16, dim=4096, n_layers=1, ffn_dim=3336, vocab_size=200), rows, 20, 3) < 3e-2
