@@ -43,7 +43,7 @@ inline Room room_of(int mode, int64_t K, int64_t N, int itemsize, int NB, int NT
     r.bytes = r.x + stage;
     return r;
 }
-constexpr int64_t attend_bytes(int G, int D, int itemsize) { return query_bytes(G, D, itemsize) + 2 * CUT * lanes_of(D, itemsize) * 2 * 16; } // and two cuts of keys and values
+constexpr int64_t attend_bytes(int G, int D, int itemsize) { return query_bytes(G, D, itemsize) + 2 * CUT * (lanes_of(D, itemsize) * 2 + 1) * 16 + 64; } // and two cuts of keys and values
 // What a product [B, K] x [K, N] (mode 0 to 3: project, project_add, feed, logits) by `blocks` asks for on a card that gives a block `limit`
 int64_t product_shared(int64_t mode, int64_t B, int64_t K, int64_t N, int64_t itemsize, int64_t blocks, int64_t limit, bool clusters) {
     const Shape s = shape_of((int)mode, B, K, (int)itemsize, (int)limit, clusters);
@@ -398,6 +398,120 @@ template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) a
     a.finish(shared, sync);
 }
 
+// In bfloat16 scores and values are tensor cores' work. A warp has 8 keys of a cut. Scores: queries (rows 0 to 7 of 16) times keys, a thread's 16 bytes of both at the
+// same columns. Values: weights times values, weights in two bfloat16 that add up to them to 2^-17 (the answer is rounded to 2^-9), the upper in rows 0 to 7, the lower in 8 to 15.
+// (A head of more than 128 channels has too many sums for the registers.)
+__device__ __forceinline__ void mma8(float (&c)[4], unsigned a0, unsigned a1, unsigned b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
+}
+__device__ __forceinline__ void turned(unsigned (&r)[4], const void* p) {          // four 8 x 8, a lane has two keys of a channel
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(p)) : "memory");
+}
+template <int G, int L> __global__ void __launch_bounds__(THREADS, TWO && G > 1 ? 2 : 1) attend_mma_kernel(const __grid_constant__ Attend p) {
+    using A = Attention<bf16, G, L, SPAN>;
+    constexpr int Q = L / 4;                                                   // 16 bytes of a key that a thread has
+    extern __shared__ __align__(16) unsigned char smem[];
+    __shared__ typename A::Shared shared;
+    done();
+    A a(p);
+    if (!a.begin(blockIdx.z, blockIdx.y, blockIdx.x)) return;
+    const int first = a.cut, end = min(first + SPAN, a.at / CUT + 1), D = p.D, line = D + 8, g = a.lane / 4, t = a.lane % 4;
+    unsigned char* const ring = smem + query_bytes(G, D, 2);                   // [2] keys [Q][THREADS], values [CUT][line]
+    const int one = Q * THREADS * 16 + CUT * line * 2;
+    const auto keys = [&](int cut) { return reinterpret_cast<uint4*>(ring + (cut - first) % 2 * one) + threadIdx.x; };
+    const auto values = [&](int cut) { return reinterpret_cast<bf16*>(ring + (cut - first) % 2 * one + Q * THREADS * 16) + a.warp * 8 * line; };
+    const auto load = [&](int cut) {
+        const int j0 = cut * CUT + a.warp * 8;
+        if (cut < end) {
+            const bf16* from = static_cast<const bf16*>(p.k) + a.base;
+#pragma unroll
+            for (int i = 0; i < Q; i++) {
+                const int j = j0 + g, c = i * 4 + t;
+                const bool in = j < a.at && j >= a.pad && c < a.chunks;
+                copy_or_zero(keys(cut) + i * THREADS, in ? from + (int64_t)j * D + c * 8 : from, in);
+            }
+        }
+        copy_commit();
+        if (cut < end) {
+            const bf16* from = static_cast<const bf16*>(p.v) + a.base;
+#pragma unroll
+            for (int i = 0; i < Q; i++) {
+                const int n = (i * 32 + a.lane) / L, j = j0 + n, c = a.lane % L;
+                const bool in = j < a.at && j >= a.pad;
+                if (c < a.chunks) copy_or_zero(values(cut) + n * line + c * 8, in ? from + (int64_t)j * D + c * 8 : from, in);
+            }
+        }
+        copy_commit();
+    };
+    const auto sync = [] { __syncthreads(); };
+    load(first);
+    a.tables();
+    wait_for_previous();
+    a.prepare(smem, a.span == a.used - 1, sync, [](const bf16* from) { return load_fresh(from); });
+    const bf16* const vecs = reinterpret_cast<const bf16*>(smem);
+    const auto piece = [&](int row, int i) { return i * 4 + t < a.chunks ? *reinterpret_cast<const uint4*>(vecs + row * D + (i * 4 + t) * 8) : uint4{}; };
+    uint4 q[Q];
+#pragma unroll
+    for (int i = 0; i < Q; i++) q[i] = g < a.heads ? piece(g, i) : uint4{};
+    float o[L][4] = {}, top = -INFINITY, sum = 0;                              // of head g
+    for (int cut = first; cut < end; cut++) {
+        load(cut + 1);
+        copy_wait<3>();
+        const int j0 = cut * CUT + a.warp * 8, j = j0 + 2 * t;
+        float s[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < Q; i++) {
+            const uint4 k = j0 + g == a.at ? piece(G, i) : keys(cut)[i * THREADS];
+            mma(s[0], q[i].x, 0, q[i].y, 0, k.x, k.y);
+            mma(s[1], q[i].z, 0, q[i].w, 0, k.z, k.w);
+        }
+        float w[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) w[i] = j + i <= a.at && j + i >= a.pad ? (s[0][i] + s[1][i]) * p.scale_log2 : -INFINITY;
+        float now = fmaxf(w[0], w[1]);
+        now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+        now = fmaxf(fmaxf(now, __shfl_xor_sync(~0u, now, 2)), top);
+        const float from = now == -INFINITY ? 0.f : now, by = exp2f(top - from);
+        top = now;
+#pragma unroll
+        for (int i = 0; i < 2; i++) w[i] = exp2f(w[i] - from);
+        sum = sum * by + (w[0] + w[1]);
+        const __nv_bfloat162 high = __floats2bfloat162_rn(w[0], w[1]), low = __floats2bfloat162_rn(w[0] - __low2float(high), w[1] - __high2float(high));
+        const unsigned hi = *reinterpret_cast<const unsigned*>(&high), lo = *reinterpret_cast<const unsigned*>(&low);
+#pragma unroll
+        for (int i = 0; i < L; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) o[i][e] *= by;
+        copy_wait<2>();
+        __syncwarp();
+        bf16* const v = values(cut);
+        if (a.at >= j0 && a.at < j0 + 8) {                                      // the new one
+            if (a.lane < a.chunks) *reinterpret_cast<uint4*>(v + (a.at - j0) * line + a.lane * 8) = *reinterpret_cast<const uint4*>(vecs + (G + 1) * D + a.lane * 8);
+            __syncwarp();
+        }
+#pragma unroll
+        for (int i = 0; i < Q; i++) {
+            if (i * 32 >= D) break;
+            unsigned r[4];
+            turned(r, v + a.lane % 8 * line + (i * 4 + a.lane / 8) * 8);
+#pragma unroll
+            for (int n = 0; n < 4; n++) mma8(o[i * 4 + n], hi, lo, r[n]);
+        }
+        __syncwarp();                                                          // all have read what is overwritten next
+    }
+    float* const os = reinterpret_cast<float*>(smem + (size_t)(G + 2) * D * 2);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (g < G) {
+#pragma unroll
+        for (int i = 0; i < L; i++)
+            if (i * 8 < D) *reinterpret_cast<float2*>(os + (a.warp * G + g) * D + i * 8 + 2 * t) = {o[i][0] + o[i][2], o[i][1] + o[i][3]};
+        if (t == 0) shared.ms[a.warp][g] = top, shared.ls[a.warp][g] = sum;
+    }
+    a.join(smem, shared, sync, a.answer());
+    a.finish(shared, sync);
+}
+
 // --- the next token ----------------------------------------------------------------------------------------------------------------------
 // One block for each row: which id, a note of it at its place in the log, one position further, and its row of the embedding.
 template <class T> __global__ void __launch_bounds__(THREADS) advance_kernel(const float2* best, int parts, int64_t* ids, const T* embed, int64_t* log, int* at, T* x, int S, int K, int V) {
@@ -513,7 +627,8 @@ void attend(const Tensor& qkv, const Tensor& q_gain, const Tensor& k_gain, const
     const auto go = [&](auto t, auto g, auto l) {
         using T = decltype(t);
         constexpr int G = decltype(g)::value, L = decltype(l)::value;
-        launch_chained(1, attend_kernel<T, G, L>, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)slices, p.B), attend_bytes(G, p.D, sizeof(T)), s, p);
+        const auto kernel = [] { if constexpr (sizeof(T) == 2 && L == 16) return attend_mma_kernel<G, L>; else return attend_kernel<T, G, L>; }();
+        launch_chained(1, kernel, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)slices, p.B), attend_bytes(G, p.D, sizeof(T)), s, p);
     };
     const auto pick = [&](auto t, auto l) {
         if (heads == 1) go(t, std::integral_constant<int, 1>{}, l);

@@ -228,6 +228,12 @@ template <class T, int G, int L, int SPAN> struct Attention {
             }
             if (lane == 0) sh.ms[warp][h] = top[h], sh.ls[warp][h] = sum[h];
         }
+        join(smem, sh, sync, to);
+    }
+    // Of what the warps have in shared memory
+    template <class Sync, class To> __device__ __forceinline__ void join(unsigned char* smem, Shared& sh, Sync sync, To to) {
+        const int D = p.D;
+        const float* os = reinterpret_cast<const float*>(smem + (size_t)(G + 2) * D * sizeof(T));
         sync();
         for (int e0 = 0; e0 < heads * D; e0 += THREADS) {
             const bool in = e0 + (int)threadIdx.x < heads * D;
@@ -244,17 +250,18 @@ template <class T, int G, int L, int SPAN> struct Attention {
             to(in, (int64_t)b * p.H + h0 + h, d, l > 0 ? x / l : 0.f, l > 0 ? m + log2f(l) : -INFINITY);
         }
     }
-    template <class Sync> __device__ __forceinline__ void leave(unsigned char* smem, Shared& sh, Sync sync) {
-        float *part = p.part, *lse = p.part + (int64_t)p.B * p.H * p.cuts * p.D;
-        leave(smem, sh, sync, [&](bool in, int64_t row, int d, float x, float weight) {
+    __device__ __forceinline__ auto answer() {
+        return [this](bool in, int64_t row, int d, float x, float weight) {
+            float *part = p.part, *lse = p.part + (int64_t)p.B * p.H * p.cuts * p.D;
             if (!in) return;
             if (used == 1) static_cast<T*>(p.y)[row * p.D + d] = from_float<T>(x);
             else {
                 part[(row * p.cuts + span) * p.D + d] = x;
                 if (d == 0) lse[row * p.cuts + span] = weight;
             }
-        });
+        };
     }
+    template <class Sync> __device__ __forceinline__ void leave(unsigned char* smem, Shared& sh, Sync sync) { leave(smem, sh, sync, answer()); }
     // Say that it is there; the last joins them all
     template <class Sync> __device__ __forceinline__ void finish(Shared& sh, Sync sync) {
         const int D = p.D;
