@@ -46,7 +46,7 @@ def why_not(
 def _whole(cfg, rows, dtype, device):
     "The ops of a step in one kernel, where that is made for the card and has room in its shared memory"
     c = cfg
-    if rows > 6 or dtype != torch.bfloat16 or c.head_dim > 128 or torch.cuda.get_device_capability(device)[0] != 9: return None
+    if rows > 5 or dtype != torch.bfloat16 or c.head_dim > 128 or torch.cuda.get_device_capability(device)[0] != 9: return None
     ops = kernels('decode_whole', device.index)
     if ops is None: return None
     with torch.cuda.device(device): fits = ops.whole_shared(rows, c.n_heads, c.n_kv_heads, c.head_dim, c.dim, c.ffn_dim, c.n_layers, 0) > 0

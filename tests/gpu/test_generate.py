@@ -49,7 +49,7 @@ def far(model, rows, prompt, n, ragged=True):
     return worst
 
 @pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('rows', [1, 3, 6, 8, 9, 32, 40])
+@pytest.mark.parametrize('rows', [1, 3, 5, 6, 8, 9, 32, 40])
 @pytest.mark.parametrize('dtype', [F32, BF16], ids=['float32', 'bfloat16'])
 def test_logits_are_those_of_the_ordinary_path(shape, rows, dtype):
     assert far(make(shape, dtype), rows, 70, 4) < (5e-6 if dtype == F32 else 3e-2)
@@ -113,7 +113,7 @@ def test_a_hundred_runs_have_the_same_bits(dtype, rows):
             first = first or now
             assert all(torch.equal(a, b) for a,b in zip(first, now))
 
-@pytest.mark.parametrize('dtype, batches', [(F32, (1, 3, 9, 32, 40)), (BF16, (1, 2, 3, 6)), (BF16, (7, 9, 16, 32, 40))], ids=['float32', 'bfloat16', 'bfloat16, more rows'])
+@pytest.mark.parametrize('dtype, batches', [(F32, (1, 3, 9, 32, 40)), (BF16, (1, 2, 3, 5)), (BF16, (6, 7, 9, 16, 32, 40))], ids=['float32', 'bfloat16', 'bfloat16, more rows'])
 def test_a_row_has_the_same_bits_in_any_batch(dtype, batches):
     "From the same cache, in another place of another batch"
     model, T, seen = make('qwen', dtype), 200, []
@@ -130,7 +130,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype, batches):
     assert all(torch.equal(a, b) for s in seen for a,b in zip(seen[0], s))
 
 @pytest.mark.parametrize('shape', ['qwen', 'gqa', 'wide', 'seven', 'two'])
-@pytest.mark.parametrize('rows, prompt', [(1, 5), (1, 64), (1, 200), (1, 600), (3, 130), (6, 300), (6, 1100), (9, 100), (32, 70)])
+@pytest.mark.parametrize('rows, prompt', [(1, 5), (1, 64), (1, 200), (1, 600), (3, 130), (5, 300), (5, 1100), (6, 300), (9, 100), (32, 70)])
 def test_as_near_float32_as_the_ordinary_path(shape, rows, prompt, monkeypatch):
     """A step in one kernel and by the chain, each against the same weights in float32, as the ordinary path in bfloat16 is: they round in other places and add up in
     another order, and none may lose by it. Every step begins from the same cache and the same token, so the distances are those of a step alone. 40 steps and all rows
@@ -282,7 +282,7 @@ def test_a_model_too_wide_for_one_kernel_takes_the_chain():
     "Its rows do not fit into the shared memory of a block; before, it stopped with an error"
     model = make('qwen', BF16, dim=16384, n_layers=1, ffn_dim=512, vocab_size=200)
     if torch.cuda.get_device_capability()[0] == 9: assert Decoder(model, 1, 64).whole is not None
-    assert Decoder(model, 6, 64).whole is None and far(model, 6, 20, 2) < 3e-2
+    assert Decoder(model, 5, 64).whole is None and far(model, 5, 20, 2) < 3e-2
 
 @pytest.mark.parametrize('rows', [8, 9, 32])
 def test_a_gain_too_long_for_shared_memory(rows):
