@@ -43,12 +43,14 @@ inline Room room_of(int mode, int64_t K, int64_t N, int itemsize, int NB, int NT
     r.bytes = r.x + stage;
     return r;
 }
-constexpr int64_t attend_bytes(int G, int D, int itemsize) { return query_bytes(G, D, itemsize) + 2 * CUT * (lanes_of(D, itemsize) * 2 + 1) * 16 + 64; } // and two cuts of keys and values
+constexpr int64_t attend_bytes(int G, int D, int itemsize) { return query_bytes(G, D, itemsize) + 2 * CUT * (lanes_of(D, itemsize) * 2 + 1) * 16; } // and two cuts of keys and values
 // What a product [B, K] x [K, N] (mode 0 to 3: project, project_add, feed, logits) by `blocks` asks for on a card that gives a block `limit`
 int64_t product_shared(int64_t mode, int64_t B, int64_t K, int64_t N, int64_t itemsize, int64_t blocks, int64_t limit, bool clusters) {
     const Shape s = shape_of((int)mode, B, K, (int)itemsize, (int)limit, clusters);
     return room_of((int)mode, K, N, (int)itemsize, s.eights, s.tiles, blocks, (int)limit).bytes;
 }
+// Is attention tensor cores' work? They take values 32 channels at a time, and more than 128 have too many sums for the registers
+bool attend_by_mma(int64_t D, int64_t itemsize) { return itemsize == 2 && D <= 128 && D % 32 == 0; }
 // What attention asks for: `group` query heads to a KV head
 int64_t attend_shared(int64_t group, int64_t D, int64_t itemsize) { return attend_bytes(heads_at_once(group), D, itemsize); }
 
@@ -400,7 +402,7 @@ template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) a
 
 // In bfloat16 scores and values are tensor cores' work. A warp has 8 keys of a cut. Scores: queries (rows 0 to 7 of 16) times keys, a thread's 16 bytes of both at the
 // same columns. Values: weights times values, weights in two bfloat16 that add up to them to 2^-17 (the answer is rounded to 2^-9), the upper in rows 0 to 7, the lower in 8 to 15.
-// (A head of more than 128 channels has too many sums for the registers.)
+// (Where `attend_by_mma` says so. In a head of 40 channels the second 32 would reach into keys of the next warp, which may be on their way.)
 __device__ __forceinline__ void mma8(float (&c)[4], unsigned a0, unsigned a1, unsigned b) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }
@@ -491,7 +493,7 @@ template <int G, int L> __global__ void __launch_bounds__(THREADS, TWO && G > 1 
         }
 #pragma unroll
         for (int i = 0; i < Q; i++) {
-            if (i * 32 >= D) break;
+            if (i * 32 >= D) break;                                            // D is a multiple of 32
             unsigned r[4];
             turned(r, v + a.lane % 8 * line + (i * 4 + a.lane / 8) * 8);
 #pragma unroll
@@ -627,8 +629,10 @@ void attend(const Tensor& qkv, const Tensor& q_gain, const Tensor& k_gain, const
     const auto go = [&](auto t, auto g, auto l) {
         using T = decltype(t);
         constexpr int G = decltype(g)::value, L = decltype(l)::value;
-        const auto kernel = [] { if constexpr (sizeof(T) == 2 && L == 16) return attend_mma_kernel<G, L>; else return attend_kernel<T, G, L>; }();
-        launch_chained(1, kernel, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)slices, p.B), attend_bytes(G, p.D, sizeof(T)), s, p);
+        const auto launch = [&](auto kernel) { launch_chained(1, kernel, dim3((unsigned)ceil_div(p.cuts, SPAN), (unsigned)slices, p.B), attend_bytes(G, p.D, sizeof(T)), s, p); };
+        if constexpr (sizeof(T) == 2 && L == 16)
+            if (attend_by_mma(p.D, 2)) return launch(attend_mma_kernel<G, L>);
+        launch(attend_kernel<T, G, L>);
     };
     const auto pick = [&](auto t, auto l) {
         if (heads == 1) go(t, std::integral_constant<int, 1>{}, l);
@@ -669,6 +673,7 @@ STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) {
 STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
     m.def("product_shared(int mode, int rows, int K, int N, int itemsize, int blocks, int limit, bool clusters) -> int");
     m.def("attend_shared(int group, int head_dim, int itemsize) -> int");
+    m.def("attend_by_mma(int head_dim, int itemsize) -> bool");
     m.def("project(Tensor x, Tensor gain, Tensor wq, Tensor wk, Tensor wv, Tensor bq, Tensor bk, Tensor bv, Tensor(a!) y, float eps, bool late) -> ()");
     m.def("project_add(Tensor x, Tensor w, Tensor(a!) h) -> ()");
     m.def("feed(Tensor x, Tensor gain, Tensor gate, Tensor up, Tensor(a!) y, float eps) -> ()");
@@ -679,4 +684,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(XTRAIN_NS, m) {
 STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CompositeExplicitAutograd, m) { // no tensor: a machine without a GPU can ask
     m.impl("product_shared", TORCH_BOX(&product_shared));
     m.impl("attend_shared", TORCH_BOX(&attend_shared));
+    m.impl("attend_by_mma", TORCH_BOX(&attend_by_mma));
 }

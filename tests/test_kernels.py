@@ -192,6 +192,12 @@ def test_what_a_product_asks_for(what, mode, B, K, N, size, blocks, most, cluste
     assert ns.product_shared(mode, B, K, N, size, blocks, most*KIB, clusters) == sum(parts), what
 
 
+def test_tensor_cores_take_heads_of_whole_32_channels_only():
+    "In decoding's chain they read values 32 channels at a time: of any other head they would read what is another warp's"
+    ns = k.load_source(k.csrc_path()/'decode.cu', gpu=False)
+    assert [(D, size) for size in (2, 4) for D in range(8, 257, 8) if ns.attend_by_mma(D, size)] == [(D, 2) for D in (32, 64, 96, 128)]
+
+
 def test_few_queries_take_all_cuts_only_where_they_fit():
     "Answers that wait for the last cut take shared memory too: as much as is left, on a card of any size, or the cuts go to a block each"
     both = set()

@@ -117,7 +117,7 @@ def cases():
                 d.start(m, torch.randint(203, (rows, prompt), device='cuda'), torch.arange(rows, device='cuda') if rows > 1 else None, Sampler(rows), 4)
                 for _ in range(3): d.step() # Without its graph, so that each kernel is seen
         if dtype != torch.float16: # Up to 5 rows in bfloat16: on Hopper one kernel for a whole step; more: the chain
-            for rows,prompt,shape in ((1, 3, {}), (2, 64, {}), (3, 130, dict(n_heads=3, n_kv_heads=1, head_dim=48, qk_norm=False, qkv_bias=True)), (9, 65, dict(dim=1096, ffn_dim=2056)), (1, 5, dict(dim=1096, ffn_dim=4104, tied=True))):
+            for rows,prompt,shape in ((1, 3, {}), (2, 64, {}), (3, 130, dict(n_heads=3, n_kv_heads=1, head_dim=48, qk_norm=False, qkv_bias=True)), (9, 65, dict(dim=1096, ffn_dim=2056)), (7, 130, dict(head_dim=40)), (9, 200, dict(head_dim=128, n_heads=8)), (1, 5, dict(dim=1096, ffn_dim=4104, tied=True))):
                 yield f'decode {rows}x{prompt} {shape or ""} {short}', lambda a=(rows, prompt), s=shape, f=decode: f(*a, **s)
 
 

@@ -68,6 +68,11 @@ def test_other_families(kw, dtype):
             if n.endswith(('bq', 'bk', 'bv')): p.normal_()
     for rows in (1, 9): assert far(model, rows, 40, 4) < (5e-6 if dtype == F32 else 3e-2)
 
+@pytest.mark.parametrize('head_dim', [8, 40, 48, 64, 120, 128])
+def test_heads_of_other_sizes_over_several_cuts(head_dim):
+    "The chain: tensor cores take heads of whole 32 channels, the others' sums are made by hand"
+    assert far(make('gqa', BF16, head_dim=head_dim), 9, 200, 4) < 3e-2
+
 def test_the_cache_may_be_full():
     "F03: to the last position of the context, one more is refused; and what stood in the cache before does not matter"
     model = make(max_seq_len=200)
