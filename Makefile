@@ -14,7 +14,7 @@ endif
 go = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: no $(PYTHON) here. Python 3.11 or newer is needed; say which one: make $@ PYTHON=/path/to/python3"; exit 1; }; \
   $(PYTHON) tools/make.py $@ $(chosen)
 
-.PHONY: help loop test gpu docs setup hooks clean
+.PHONY: help loop test gpu lowest docs setup hooks clean
 help:  ## List the commands
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
@@ -26,6 +26,9 @@ test:  ## Set up, run every notebook and test, build and check wheel and site (O
 
 gpu:  ## On a machine with an NVIDIA GPU: notebooks with GPU cells, and tests/gpu (WRITE=dir: save the outputs; WHEELS=dir: without a network)
 	$(go) $(if $(ONLY),--only $(ONLY)) $(if $(WRITE),--write "$(WRITE)") $(if $(WHEELS),--wheels "$(WHEELS)")
+
+lowest:  ## The loop, and gradients under torch.compile, with the oldest versions that settings.ini allows
+	$(go)
 
 docs:  ## Build docs/ and README.md from the notebooks
 	$(go)

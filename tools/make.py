@@ -1,8 +1,9 @@
-"""What `make` runs: `loop`, `test`, `gpu`, `docs` and `setup`, on any system that has Python.
+"""What `make` runs: `loop`, `test`, `gpu`, `lowest`, `docs` and `setup`, on any system that has Python.
 
     python tools/make.py loop      set up, train the built-in stories, export, verify
     python tools/make.py test      set up, then everything CI checks
     python tools/make.py gpu       on a machine with a GPU: every notebook with GPU cells, and tests/gpu
+    python tools/make.py lowest    the loop, and gradients under torch.compile, with the oldest versions that settings.ini allows
     python tools/make.py docs      set up, then build docs/ and README.md from the notebooks
 
 Only the standard library is used, because this starts before anything is installed, and only old syntax, so that an
@@ -250,6 +251,24 @@ def wheels(args):
     print('%d wheels in %s' % (len(list(Path(args.dir).glob('*.whl'))), args.dir))
 
 
+def lowest(args):
+    "The loop and the gradients of compiled functions with the oldest versions that settings.ini allows, in .venv-lowest"
+    import configparser
+    ini = configparser.ConfigParser(); ini.read(str(ROOT/'settings.ini'))
+    pins = [r.replace('>=', '==') for k in ('requirements', 'verify_requirements', 'gguf_requirements') for r in ini['DEFAULT'][k].split()]
+    venv, out = ROOT/'.venv-lowest', ROOT/'.pytest_cache'/'lowest'
+    py = venv/BIN.name/'python'
+    if not py.exists(): run([sys.executable, '-m', 'venv', venv])
+    run([py, '-m', 'pip', 'install', '-q', '--disable-pip-version-check'] + pins + ['pytest', 'pytest-timeout', 'hypothesis'], 'set up')
+    env = dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    shutil.rmtree(str(out), ignore_errors=True)
+    run([py, '-m', 'pytest', '-p', 'no:cacheprovider', '-k', 'compiles or compiled or traces'] + ['tests/test_%s.py' % t for t in ('ops_a', 'ops_b', 'ops_modes', 'flash', 'model')], 'gradients under torch.compile', **env)
+    for a in ('train --preset stories --steps 40 --out RUN', 'export RUN HF', 'gguf RUN RUN.gguf', 'verify RUN HF', 'generate RUN --prompt Once --max-tokens 8'):
+        a = a.replace('RUN', str(out/'run')).replace('HF', str(out/'hf')).split()
+        run([py, '-m', 'xtrain'] + a, a[0], **env)
+    print('\nTime:'); print_times()
+
+
 def docs(args):
     "Build docs/ and README.md from the notebooks"
     setup('dev', args.chosen)
@@ -258,7 +277,7 @@ def docs(args):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('command', choices=['loop', 'test', 'gpu', 'docs', 'setup', 'wheels'])
+    p.add_argument('command', choices=['loop', 'test', 'gpu', 'lowest', 'docs', 'setup', 'wheels'])
     p.add_argument('dir', nargs='?', help='wheels: where to put them')
     p.add_argument('--chosen', action='store_true', help='this Python was asked for by name, so the environment must be of the same version')
     p.add_argument('--fresh', action='store_true', help='loop: train again even if runs/loop is trained')
