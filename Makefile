@@ -39,5 +39,5 @@ setup:  ## Make .venv with everything a developer needs
 hooks: setup  ## Let git and Jupyter keep notebooks clean (writes .git/config and ~/.jupyter)
 	.venv/bin/nbdev_install_hooks
 
-clean:  ## Remove what the commands made: .venv, runs, build folders
-	rm -rf .venv runs _proc build dist *.egg-info .pytest_cache
+clean:  ## Remove what the commands made: environments, runs, build folders
+	rm -rf .venv .venv-lowest runs _proc build dist *.egg-info .pytest_cache
