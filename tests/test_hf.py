@@ -789,6 +789,27 @@ def test_parts_that_are_missing_or_left_over(sharded, good):
     shutil.copy(good/'model.safetensors', sharded)
     assert 'both model.safetensors and model.safetensors.index.json' in refused_unchanged(sharded)
 
+@pytest.mark.parametrize('name', ['model-00001-of-00002.safetensors', 'model.fp16.safetensors', 'consolidated.safetensors'])
+def test_no_engine_finds_more_than_was_read(d, name, tmp_path):
+    "vLLM reads every .safetensors beside a single one, mlx-lm every model*.safetensors"
+    shutil.copy(d/'model.safetensors', d/name)
+    for f in (import_model, find_weights, lambda d: import_to_run(d, tmp_path/'run'), lambda d: export_any(d, tmp_path/'out')):
+        assert f'{name} lies beside model.safetensors' in refused_unchanged(d, f)
+    (d/name).unlink(); import_model(d)
+
+def test_no_engine_finds_more_than_the_index_names(sharded):
+    (sharded/'consolidated.safetensors').write_bytes(b'x'); import_model(sharded)   # With an index no engine reads such a file
+    (sharded/'model.fp16.safetensors').write_bytes(b'x')
+    assert 'model.fp16.safetensors is not named by model.safetensors.index.json' in refused_unchanged(sharded)
+
+@pytest.mark.parametrize('name', ['adapter_config.json', 'adapter_model.safetensors'])
+def test_an_adapter_is_not_dropped_in_silence(d, name):
+    "transformers adds it to the model that it names, if PEFT is there"
+    (d/name).write_text('{"base_model_name_or_path": "elsewhere", "peft_type": "LORA"}')
+    assert f'{name} belongs to an adapter' in refused_unchanged(d)
+    (d/'model.safetensors').unlink()
+    assert f'{name} belongs to an adapter' in refused_unchanged(d)
+
 def test_index_and_file_disagree(sharded):
     home = js(sharded/'model.safetensors.index.json')['weight_map'][NORM]
     set_index(sharded, lambda i: i['weight_map'].pop(NORM))

@@ -76,6 +76,10 @@ def _instead(dir:Path)->str:
         if p.name == 'snapshots' and p.is_dir(): return '; the model is in a directory of its snapshots'
     return ''
 
+def _no_more(dir, pattern, named, why):
+    "Engines read what they find"
+    if left := sorted({p.name for p in dir.glob(pattern)} - named): raise UserError(f'{dir/left[0]} {why}: it is left over from another model, and some engines would read it, too; remove it')
+
 def _index(path:Path)->dict[Path,set[str]]:
     "Files of an index and the tensors in each"
     m = read_json(path).get('weight_map')
@@ -83,8 +87,7 @@ def _index(path:Path)->dict[Path,set[str]]:
     for f in sorted(set(m.values())):
         if not re.fullmatch(r'[\w-][\w. -]{0,80}\.safetensors', f): raise UserError(f'{path} names {_short(f)}; a shard is a .safetensors file in the same directory')
         if not (path.parent/f).is_file(): raise UserError(f'{path.parent/f} {no_file(path.parent/f)}, and {path.name} names it: a part of the weights was not copied')
-    if left := sorted({p.name for p in path.parent.glob('model-*-of-*.safetensors')} - set(m.values())):
-        raise UserError(f'{path.parent/left[0]} is not named by {path.name}: it is left over from another model, remove it')
+    _no_more(path.parent, 'model*.safetensors', set(m.values()), f'is not named by {path.name}')
     files = {}
     for name,f in m.items(): files.setdefault(path.parent/f, set()).add(name)
     return files
@@ -98,7 +101,10 @@ def find_weights(
     one, index = dir/'model.safetensors', dir/'model.safetensors.index.json'
     one_is, index_is = os.path.lexists(one), os.path.lexists(index)
     if one_is and index_is: raise UserError(f'{dir} has both {one.name} and {index.name}; one of them is left over, remove it')
+    for adapter in ('adapter_config.json', 'adapter_model.safetensors'):
+        if os.path.lexists(dir/adapter): raise UserError(f'{dir/adapter} belongs to an adapter (LoRA and the like), which some engines add to the weights and others do not; merge the two (merge_and_unload in PEFT) and save the whole, or remove it')
     if not one_is and not index_is: raise UserError(f'{dir} holds no model.safetensors{_instead(dir)}')
+    if one_is: _no_more(dir, '*.safetensors', {one.name}, f'lies beside {one.name}')
     files = _index(index) if index_is else {one: None}
     found = {}
     for file,names in files.items():
