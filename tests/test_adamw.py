@@ -273,6 +273,23 @@ def test_a_float64_among_others_is_not_shown_to_the_kernel(kernel, dtypes):
     assert all(torch.allclose(a.state[p].get('master', p).double(), q, rtol=1e-6) for p, q in zip(A, B)) and a.norm.item() == pytest.approx(b.norm.item(), rel=1e-6)
     P = params([(4,)]); c = torch.zeros(4, dtype=torch.float64); opt = AdamW(P); opt.add_copy(P[0], c); P[0].grad = torch.ones(4); opt.step(); assert torch.equal(c, P[0].double())
 
+@needs_cxx
+@pytest.mark.skipif(not hasattr(torch.Tensor, 'grad_dtype'), reason='gradients have the dtype of their parameter in this torch')
+def test_a_gradient_wider_than_its_parameter(kernel):
+    "`grad_dtype` lets float64 come in; the kernel reads float32 and shorter"
+    for d, g in ((torch.float32, torch.float64), (torch.bfloat16, torch.float64), (torch.bfloat16, torch.float32)):
+        p, q = torch.nn.Parameter(torch.ones(5, dtype=d)), torch.nn.Parameter(torch.ones(5))
+        p.grad_dtype = g
+        a, b = AdamW([p], max_norm=1.), AdamW([q], max_norm=1.)
+        for t in range(3):
+            p.grad, q.grad = torch.full((5,), t+1., dtype=g), torch.full((5,), t+1.)
+            a.step(); b.step()
+        assert torch.allclose(a.state[p].get('master', p), q, rtol=1e-6) and p.dtype == d
+
+def test_complex_parameters_are_refused():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)); p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match='params: parameters must be floating-point, got torch.complex64'): AdamW([p]).step()
+
 @pytest.mark.parametrize('copies', [False, True])
 def test_torchs_routine_gets_one_dtype_at_a_time(monkeypatch, copies):
     "On a GPU it refuses lists of several (`check_fast_path_restrictions`), which a CPU takes"

@@ -30,9 +30,9 @@ def grads(f, *xs, g=None):
     out = f(*xs)
     return out, torch.autograd.grad(out, xs, g)
 def leaf(*shape, dtype=F32): return torch.randn(shape).to(dtype).requires_grad_()
-def compiled(f):
+def compiled(f, **kw):
     torch._dynamo.reset()
-    return torch.compile(f, fullgraph=True, backend='aot_eager')
+    return torch.compile(f, fullgraph=True, backend='aot_eager', **kw)
 
 
 # --- cross-entropy -----------------------------------------------------------------------------------------------------------
@@ -580,6 +580,22 @@ class TestPaths:
         c = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
         a, b = grads(lambda *x: attention(*x, path=path).sum(), q, k, v), grads(lambda *x: attention(*x, path=path).sum(), *c)
         for x, y in zip(a[1], b[1]): assert torch.allclose(x, y, atol=1e-6)
+
+    def test_queries_that_overlap(self, path):
+        "A sliding window over one row of numbers: of such a tensor torch makes a result in which the channels of a token are not side by side"
+        k, v, g = *torch.randn(2, 2, 2, 9, 16), torch.randn(2, 4, 9, 16)
+        for q in (torch.randn(2, 4, 24).unfold(2, 16, 1), torch.randn(2, 9, 19).unfold(2, 16, 1).transpose(1, 2), torch.randn(31).as_strided((2, 4, 9, 16), (1, 1, 1, 1))):
+            a, b = (grads(lambda *x: attention(*x, path=path), *(x.as_strided(x.shape, x.stride()).requires_grad_() for x in (q, k, v)), g=g) for q in (q, q.clone(memory_format=torch.contiguous_format)))
+            close(a[0], b[0], 1e-5)
+            for x, y in zip(a[1], b[1]): close(x, y, 1e-5)
+
+    def test_compiled_for_lengths_that_change(self, path):
+        f = compiled(lambda *x: attention(*x, path=path), dynamic=True)
+        for H, T, S in [(4, 6, 6), (4, 9, 9), (4, 1, 9), (4, 3, 9), (2, 5, 5)]:
+            q, k, v = leaf(2, H, T, 8), leaf(2, 2, S, 8), leaf(2, 2, S, 8)
+            a, b = grads(f, q, k, v, g=torch.ones(2, H, T, 8)), grads(lambda *x: attention(*x, path=path), q, k, v, g=torch.ones(2, H, T, 8))
+            close(a[0], b[0], 1e-5)
+            for x, y in zip(a[1], b[1]): close(x, y, 1e-5)
 
     def test_scale(self, path):
         q, k, v = torch.randn(3, 1, 2, 5, 8)

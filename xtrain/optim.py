@@ -185,13 +185,14 @@ class AdamW(torch.optim.Optimizer):
     def _keep(self, P, ends):
         "What steps have in common as long as the same parameters have gradients and their state is the same"
         if any(p.device != P[0].device for p in P) or any(p.grad.layout != torch.strided for p in P): raise ValueError('params: parameters must be on one device, and gradients dense')
+        if (odd := [p for p in P if not p.is_floating_point()]): raise ValueError(f'params: parameters must be floating-point, got {odd[0].dtype}')
         S = [self.state[p] or self._fresh(p) for p in P]
         W = [s.get('master', p) for s, p in zip(S, P)]
         C = [self.copies.get(p, p) for p in P] # What is written besides: the parameter, if a master stands behind it
         M, V, strides = [s['exp_avg'] for s in S], [s['exp_avg_sq'] for s in S], [w.stride() for w in W]
         plain = all(m.stride() == v.stride() == c.stride() == s for m, v, c, s in zip(M, V, C, strides))
         groups = array('q', [k for k, (a, b) in enumerate(zip([0, *ends], ends)) for _ in range(a, b)])
-        return SimpleNamespace(P=P, all=list(self.state.values()), ends=ends, S=S, W=W, C=C, M=M, V=V, strides=strides, plain=plain, sizes=array('q', [w.numel() for w in W]), groups=groups, copied=[c is not w for c, w in zip(C, W)], none=array('q', [0]*len(P)), fit=all(w.dtype == torch.float32 and c.dtype in _KIND for w, c in zip(W, C)), dtypes=None, kinds=None)
+        return SimpleNamespace(P=P, all=list(self.state.values()), ends=ends, S=S, W=W, C=C, M=M, V=V, strides=strides, plain=plain, sizes=array('q', [w.numel() for w in W]), groups=groups, copied=[c is not w for c, w in zip(C, W)], none=array('q', [0]*len(P)), fit=all(w.dtype == torch.float32 and {c.dtype, p.grad.dtype} <= _KIND.keys() for w, c, p in zip(W, C, P)), dtypes=None, kinds=None)
 
     def _kernel(self, ns, k, G, M, V, N):
         like, rates = k.W[0], [g['lr'] for g in self.param_groups]

@@ -117,8 +117,11 @@ def sdpa(
     "Torch's fused attention"
     T, S = q.shape[2], k.shape[2]
     if S == 0 or scale <= 0: return composed(q, k, v, pad, scale) # torch's CPU kernel hides with -inf before it scales: NaN or worse
-    fused = lambda **how: F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **how)
-    if pad is None and (T == S or T == 1): return fused(is_causal=T > 1)
+    if q.stride(3) == 1 and 1 in q.stride()[:3]: q = q.contiguous() # Of rows that overlap torch makes a result whose channels do
+    how = {'enable_gqa': True} if q.shape[1] != k.shape[1] else {} # Asked here, because a compiled size answers with a symbol, which torch's function does not take
+    def fused(**kw): return F.scaled_dot_product_attention(q, k, v, scale=scale, **how, **kw)
+    if pad is None and T == 1: return fused()
+    if pad is None and T == S: return fused(is_causal=True)
     mask = causal_mask(T, S, pad, q.device)
     if pad is None and T < S: return fused(attn_mask=mask)
     blind = ~mask.any(-1, keepdim=True)

@@ -67,7 +67,7 @@ def schedule(
     "The tiles in which something is seen, query tile after query tile"
     T, (t, s), out = runs.shape[2], tile, []
     if runs.numel() == 0 or S == 0: return out
-    if torch.compiler.is_compiling(): lo, hi, last_lo, first_hi = [0]*T, [S]*T, [S]*T, [0]*T # no numbers to look at: every tile, masked
+    if torch.compiler.is_compiling() or runs.is_meta: lo, hi, last_lo, first_hi = [0]*T, [S]*T, [S]*T, [0]*T # no numbers to look at: every tile, masked
     else: lo, hi, last_lo, first_hi = (x.tolist() for x in (runs[0].amin(0), runs[1].amax(0), runs[0].amax(0), runs[1].amin(0)))
     for i in range(0, T, t):
         e = min(i+t, T)
@@ -142,10 +142,13 @@ def flash_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 # %% ../../nbs/07_flash_attention.ipynb #a96eff87
+def _as_it_is(q): return torch.autocast('cpu' if q.is_meta else q.device.type, enabled=False) # As a kernel: products in the dtype that is written here
+
 class FlashTiles(torch.autograd.Function):
     "Tile by tile in plain torch: nothing of size `T*S` is made or kept"
     @staticmethod
-    def forward(q, k, v, runs, scale): return tuple(map(_own, flash_forward(q, k, v, runs, scale)))
+    def forward(q, k, v, runs, scale):
+        with _as_it_is(q): return tuple(map(_own, flash_forward(q, k, v, runs, scale)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -158,7 +161,7 @@ class FlashTiles(torch.autograd.Function):
     def backward(ctx, g, g_lse):
         q, k, v, runs, o, lse = ctx.saved_tensors
         if g is None: g = torch.zeros_like(o)
-        return *flash_backward(g, q, k, v, o, lse, runs, ctx.scale, g_lse), None, None
+        with _as_it_is(q): return *flash_backward(g, q, k, v, o, lse, runs, ctx.scale, g_lse), None, None
 
 # %% ../../nbs/07_flash_attention.ipynb #1a9d921f
 HEAD_DIMS = 32, 64, 96, 128, 192, 256
