@@ -817,6 +817,31 @@ def test_a_tokenizer_that_normalises(models, tok, tmp_path):
     assert r.engines[0].notes == [] and r.engines[1].notes == ['prompt 2 was normalised for it: the tokenizer does that, and this engine cannot']
     assert r.engines[1].notes[0] in V.show(r)
 
+def test_text_is_read_as_tokenizer_json_says(models, tok, tmp_path):
+    "Where a prompt has the name of a special token, it is that token to every engine; to xtrain it is text. That is no fault of the export"
+    m, d = models['gqa']
+    r = run(tok, m, d, prompts=['The little<|endoftext|>One day'], max_tokens=4, engines=['transformers-f32', 'llama.cpp-f32'])
+    assert [e.verdict for e in r.engines] == ['identical']*2 and tok.eos_id not in r.cases[0].ids, V.show(r)
+    Plain = type('Plain', (V.Engine,), dict(name='plain', encode=lambda self, text: tok.encode(text)))
+    V.compare_text(o := V.Outcome('plain'), Plain(), V.Reference(m, tok), r.cases)
+    assert o.reasons and 'in common' in o.reasons[0]                        # who does otherwise is told where
+
+def with_bos(tok):
+    d, e = json.loads(tok.json), dict(id='<|endoftext|>', type_id=0)
+    d['post_processor'] = dict(type='TemplateProcessing', single=[dict(SpecialToken=e), dict(Sequence=dict(id='A', type_id=0))], pair=[dict(Sequence=dict(id='A', type_id=0)), dict(Sequence=dict(id='B', type_id=1))],
+        special_tokens={'<|endoftext|>': dict(id='<|endoftext|>', ids=[0], tokens=['<|endoftext|>'])})
+    return Tokenizer(json.dumps(d), tok.eos_token)
+
+def test_a_template_with_a_bos(models, tok, tmp_path):
+    "transformers is asked with it, llama.cpp without; a BOS that tokenizer.json does not know of is a fault"
+    m, bos = models['gqa'][0], with_bos(tok)
+    assert bos.front == [0]
+    export_hf(m, bos, tmp_path/'hf')
+    r = run(bos, m, tmp_path/'hf', max_tokens=4, engines=['transformers-f32', 'llama.cpp-f32'])
+    assert [e.verdict for e in r.engines] == ['identical']*2, V.show(r)
+    r = run(tok, m, tmp_path/'hf', max_tokens=4, engines=['transformers-f32'])
+    assert r.engines[0].reasons and all('other token ids: [0, ' in w for w in r.engines[0].reasons)
+
 def test_a_tokenizer_with_no_gguf(models, tok, tmp_path, monkeypatch):
     "That is no fault of the export: not run, and why; but who asked for that engine got no answer"
     d = json.loads(tok.json)

@@ -900,6 +900,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '', 'doc_host': '', 'git_url
                                'xtrain.verify.qwen3_shapes': ('closed_loop.html#qwen3_shapes', 'xtrain/verify.py'),
                                'xtrain.verify.read_prompts': ('closed_loop.html#read_prompts', 'xtrain/verify.py'),
                                'xtrain.verify.read_text_file': ('closed_loop.html#read_text_file', 'xtrain/verify.py'),
+                               'xtrain.verify.readings': ('closed_loop.html#readings', 'xtrain/verify.py'),
                                'xtrain.verify.run_engine': ('closed_loop.html#run_engine', 'xtrain/verify.py'),
                                'xtrain.verify.show': ('closed_loop.html#show', 'xtrain/verify.py'),
                                'xtrain.verify.tensor_faults': ('closed_loop.html#tensor_faults', 'xtrain/verify.py'),
