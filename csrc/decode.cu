@@ -2,7 +2,7 @@
 // A step reads every weight once, so it is as fast as memory if memory never pauses. Two things keep it busy. A thread block asks for its
 // whole share of the weights before it waits for the activations (they come from the kernel before it in the stream, the weights from
 // nobody), and it lets the next kernel start at once to do the same (programmatic dependent launch; older cards than Hopper wait).
-// Rows of the batch share the weights: 16-bit types multiply by mma.sync, rows of the batch against 8 rows of the weights, so one row costs
+// Rows of the batch share the weights: bfloat16 multiplies by mma.sync, rows of the batch against 8 rows of the weights, so one row costs
 // as much as eight; float32 multiplies in float32. Sums have a fixed order that does not depend on the batch: a row has the same bits in any.
 #include "decode.cuh"
 #include <algorithm>
@@ -74,8 +74,8 @@ struct Product {
 // The eight warps share the columns of x and w: warp i has blocks i, i+8, ... of 64 bytes. A `unit` is one such block of NT tiles of 8 rows, 16
 // bytes a tile and thread; units stream through a ring in shared memory in which every thread reads just what it asked for itself.
 // A norm's gain is taken into x; its 1/rms, a factor of a whole row, into the sums at the end: x is read once, and no product waits for a sum of squares.
-// On Hopper more than 8 rows of a norm's x stream through shared memory as the weights do (`STAGE`), so that registers and shared memory of a
-// multiprocessor suffice for blocks of two kernels; else the next one's are not there early. Other x is in registers, KS units of it.
+// Where a block has 227 KiB, more than 8 rows of a norm's x (but for the head's) stream through shared memory as the weights do (`STAGE`), so that registers
+// and shared memory of a multiprocessor suffice for blocks of two kernels; else the next one's are not there early. Other x is in registers, KS units of it.
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -402,7 +402,7 @@ template <class T, int G, int L> __global__ void __launch_bounds__(THREADS, 1) a
 
 // In bfloat16 scores and values are tensor cores' work. A warp has 8 keys of a cut. Scores: queries (rows 0 to 7 of 16) times keys, a thread's 16 bytes of both at the
 // same columns. Values: weights times values, weights in two bfloat16 that add up to them to 2^-17 (the answer is rounded to 2^-9), the upper in rows 0 to 7, the lower in 8 to 15.
-// (Where `attend_by_mma` says so. In a head of 40 channels the second 32 would reach into keys of the next warp, which may be on their way.)
+// (Where `attend_by_mma` says so. In a head of 48 channels the second 32 would reach into keys of the next warp, which may be on their way.)
 __device__ __forceinline__ void mma8(float (&c)[4], unsigned a0, unsigned a1, unsigned b) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }

@@ -1,12 +1,14 @@
 // What the decode kernels share: fresh loads, the rounding of a norm, tensor-core products of 8 rows, attention of one query, launches in a chain.
 #pragma once
 #include "common.cuh"
+#include <algorithm>
 #include <cmath>
+#include <mutex>
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, CUT = 64; // CUT: keys of a block of the attention
 enum { STORE, ADD, SWIGLU, LOGITS };                         // what becomes of a product
 
-// Shared memory of a block, in bytes, beside what a kernel itself declares (less than OWN_MOST); no launch asks for more than a card gives a block: 99 KiB, on sm_80 163, on Hopper 227.
+// Shared memory of a block, in bytes, beside what a kernel itself declares (a step in one kernel less than OWN_MOST; see `OWN` and `why_not` for the chain's); no launch asks for more than a card gives a block: 99 KiB, on sm_80 163, on Hopper 227.
 constexpr int OWN_MOST = 2048;
 constexpr int heads_at_once(int group) { return group <= 1 ? 1 : group == 2 ? 2 : 4; }          // query heads of a group that a block of the attention takes
 constexpr int lanes_of(int D, int itemsize) { return D * itemsize <= 256 ? 16 : 32; }           // 16 bytes each
@@ -296,8 +298,12 @@ template <class T, int G, int L, int SPAN> struct Attention {
     }
 };
 
-inline void allow_smem(const void* kernel, int64_t bytes) {
-    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+inline void allow_smem(const void* kernel, int64_t bytes) { // never less than before: the limit belongs to the kernel, and another thread may be about to launch it for a model that needs more
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    cudaFuncAttributes now{};
+    cudaError_t e = cudaFuncGetAttributes(&now, kernel);
+    if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, std::max((int)bytes, now.maxDynamicSharedSizeBytes));
     if (e == cudaSuccess) return;
     cudaGetLastError();
     STD_TORCH_CHECK(false, "decode: ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));

@@ -7,7 +7,7 @@
 // every word is EMPTY, two NaNs that no conversion to bfloat16 yields, and a reader reads until it finds something else. Each layer has its own
 // activations, in two sets: a step works in one and empties the other for the next. What a cut of attention found goes the same way, with a number beside
 // each value that is new in every layer of every step.
-// Rounding is that of decode.cu.
+// It rounds where the ordinary path does, after a norm's 1/rms too, which decode.cu takes into the sums; probabilities are float32.
 #include "decode.cuh"
 #include <algorithm>
 

@@ -123,7 +123,7 @@ def asked():
             for B in (1, 32): rows.append(('decode', f'{dtype}, {what}, {B} rows', {c: max(ns.product_shared(mode, B, 4096, 16384, size, 132, most, clusters) for clusters in {c != 'sm_80', c == 'sm_90'}) for c,(most,_) in CARDS.items()})) # Cards of the middle kind with clusters and without
         for D in (64, 128, 256):
             if D*size <= 512: n = ns.attend_shared(4, D, size); rows.append(('decode', f'{dtype}, attend, head_dim {D}', {c: n if n+512 <= most else None for c,(most,_) in CARDS.items()})) # As why_not decides
-    for B in (1, 6): rows.append(('decode_whole', f'bfloat16, {B} rows of Qwen3 0.6B', {c: n if (n := whole.whole_shared(B, 16, 8, 128, 1024, 3072, 28, most)) > 0 and c == 'sm_90' else None for c,(most,_) in CARDS.items()}))
+    for B in (1, 5): rows.append(('decode_whole', f'bfloat16, {B} rows of Qwen3 0.6B', {c: n if (n := whole.whole_shared(B, 16, 8, 128, 1024, 3072, 28, most)) > 0 and c == 'sm_90' else None for c,(most,_) in CARDS.items()}))
     return rows
 
 

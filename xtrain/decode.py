@@ -77,6 +77,7 @@ class Decoder:
         self.at, self.pad, self.none = new(rows, dtype=i32), new(rows, dtype=i32), new(0)
         self.ids, self.log, self.u = new(rows, dtype=torch.int64), new(rows, room, dtype=torch.int64), new(rows, room, dtype=torch.float64)
         self.cos, self.sin = model.rope_tables(0, room, device)
+        self.sent = None # An event behind the last steps
         self.copies = [] # (ours, the model's), where the kernels cannot read the model's own
         def own(p):
             w = p.detach()
@@ -133,6 +134,7 @@ class Decoder:
     )->Tensor: # The first new ids
         "Read the prompts and choose the first token"
         T = ids_BT.shape[1]
+        if self.sent: self.sent.wait() # Steps that nobody reads may still run on another stream
         if self.copies: torch._foreach_copy_(*map(list, zip(*self.copies)))
         self.kv.length = 0
         first = sample(prefill(model, ids_BT, self.kv, pad, chunk))
@@ -150,7 +152,7 @@ class Decoder:
         for _ in range(n): self.graph.replay()
         ids, bad = (torch.empty(s, dtype=t, pin_memory=True) for s,t in (((len(self.log), n), torch.int64), ((1,), torch.int32)))
         ids.copy_(self.log[:, end-n:end], non_blocking=True); bad.copy_(self.bad, non_blocking=True)
-        done = torch.cuda.Event()
+        self.sent = done = torch.cuda.Event()
         done.record()
         return ids, bad, done
 
