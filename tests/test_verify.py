@@ -825,6 +825,12 @@ def test_text_is_read_as_tokenizer_json_says(models, tok, tmp_path):
     Plain = type('Plain', (V.Engine,), dict(name='plain', encode=lambda self, text: tok.encode(text)))
     V.compare_text(o := V.Outcome('plain'), Plain(), V.Reference(m, tok), r.cases)
     assert o.reasons and 'in common' in o.reasons[0]                        # who does otherwise is told where
+    class Texts(V.Engine):
+        name, texts = 'texts', True
+        def load(self, dir): pass
+        def encode(self, text): return tok.encode(text, special=True)
+    o = V.run_engine(Texts(), d, V.Reference(m, tok), r.cases, [])
+    assert o.verdict == 'not run' and 'takes text only' in o.reasons[0]       # it cannot be asked, which is no fault of the export
 
 def with_bos(tok):
     d, e = json.loads(tok.json), dict(id='<|endoftext|>', type_id=0)

@@ -22,6 +22,7 @@ class Engine:
     fresh:bool = False # Does another directory need another process?
     gguf:str = '' # Weights it wants as a GGUF file of this type; empty: it reads the directory
     normal:bool = True # Does it normalise text where tokenizer.json says so?
+    texts:bool = False # Does it take text only, so that ids must be those of a text?
     module:str = '' # What Python must be able to import, itself first
     install:str = '' # What pip installs
     env:dict = {} # Environment that must be set before the import
@@ -171,7 +172,7 @@ class MlxLm(Engine):
 # %% ../nbs/33_engines.ipynb #de25238c
 class MistralRs(Engine):
     "mistral.rs (candle), float32 or bfloat16, one sequence at a time"
-    every, fresh, module, install = False, True, 'mistralrs numpy', 'mistralrs numpy'
+    every, fresh, texts, module, install = False, True, True, 'mistralrs numpy', 'mistralrs numpy'
     env = dict(MISTRALRS_CPU_KV_F32='1')
     def __init__(self, name:str, dtype:str): self.name, self.dtype, self.exact = name, dtype, dtype == 'float32'
 

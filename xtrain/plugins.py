@@ -116,7 +116,7 @@ class Remote(Engine):
         timeout:float=600., # Seconds for one answer
     ):
         self.adapter = a = ADAPTERS[name]
-        for k in ('name', 'exact', 'tol', 'same_bits', 'every', 'fresh', 'gguf', 'normal', 'blind', 'module', 'install'): setattr(self, k, getattr(a, k))
+        for k in ('name', 'exact', 'tol', 'same_bits', 'every', 'fresh', 'gguf', 'normal', 'texts', 'blind', 'module', 'install'): setattr(self, k, getattr(a, k))
         self.python, self.timeout, self.p, self.said = python, min(timeout, EVER), None, ''
 
     def available(self):

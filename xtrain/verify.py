@@ -248,7 +248,10 @@ def compare_text(o:Outcome, engine:Engine, ref:Reference, cases:list[Case]):
     for n,c in enumerate(cases):
         text = c.text if engine.normal else ref.tokenizer.raw.normalizer.normalize_str(c.text)
         if text != c.text: o.notes.append(f'prompt {n+1} was normalised for it: the tokenizer does that, and this engine cannot')
-        if not text or (ids := engine.encode(text)) is None or (ids := list(ids)) in (want := readings(ref.tokenizer, text)): continue
+        if not text or (ids := engine.encode(text)) is None: continue
+        ids, want = list(ids), readings(ref.tokenizer, text)
+        if engine.texts and ids in want and c.ids not in want: raise Unfit(f'prompt {n+1} names a special token, and it takes text only, in which that is no text')
+        if ids in want: continue
         k, near = max((len(os.path.commonprefix([ids, w])), w) for w in want)
         o.reasons.append(f'reads prompt {n+1} as other token ids: {ids[k:k+8]}, not {near[k:k+8]}' + (f', after {k} in common' if k else ''))
 
