@@ -11,7 +11,7 @@ template <int D> constexpr int few_bytes = 16 * D * 2 + 4 * 2 * Cut<D>::WARP * D
 template <int D> constexpr int few_all_bytes(int64_t rows) { return few_bytes<D> + (int)(4 * rows * D * 4); }
 template <int D> int64_t few_run(int64_t heads, int64_t cuts, int64_t rows, int64_t room, int64_t sms) {
     const int64_t bytes = few_all_bytes<D>(rows), fit = room / (bytes + 2048) * sms;
-    return bytes <= SMALL && heads <= fit && 2 * heads > fit && heads * cuts > fit ? cuts : 1;
+    return bytes + OWN_MOST <= SMALL && heads <= fit && 2 * heads > fit && heads * cuts > fit ? cuts : 1;
 }
 
 #ifdef __CUDACC__
@@ -225,7 +225,8 @@ template <class T, int D, bool ONE> void decode_cuts(const Flash& f, int each, i
     static_assert(shared >= 4 * 16 * D * 4);
     float* lse = f.delta + (int64_t)f.B * f.H * f.T * cuts * D;
     const int run = ONE ? run_of<D>(f, cuts) : 1, bytes = run > 1 ? few_all_bytes<D>(f.group * f.T) : shared, per = tiles_of(cuts, run);
-    allow_smem((const void*)decode_kernel<T, D, ONE>, bytes);
+    constexpr int most = ONE ? std::min(few_all_bytes<D>(MAX_ROWS), SMALL - OWN_MOST) : shared; // not `bytes`: the limit belongs to the kernel, and another thread may be about to launch it with more
+    allow_smem((const void*)decode_kernel<T, D, ONE>, most);
     decode_kernel<T, D, ONE><<<f.B * f.Hkv * per, 128, bytes, s>>>(f, f.delta, lse, cuts, each, run);
     if (per == 1) return;
     if (cuts <= 4) launch_after(join_few<T, D>, (int)ceil_div((int64_t)f.B * f.H * f.T, 4), 128, s, f, f.delta, lse, cuts);
