@@ -711,6 +711,17 @@ def test_reading_text():
     assert P.printed_ids('[1, 2') is None and P.printed_ids('[]') == [] and P.printed_ids('5, 6', bare=True) == [5, 6]
     assert P.printed_logits('took 1.5 s\nversion 1.2.3') == {} # no id, no logit
 
+def test_line_ends_of_a_prompt(models, tok):
+    "A prompt with CR LF in it is found in what a program prints, as it is and as a terminal would change it"
+    want, decode = tok.encode(' a\r\nwarm stone'), lambda ids: tok.decode(ids, special=False)
+    for said in ('One\r\n\tday a\r\nwarm stone and', 'One\n\tday a\nwarm stone and'):
+        k = len(want) if '\r' in said else len(tok.encode(' a'))
+        assert P.read_text(said, 'One\r\n\tday', want, decode, lambda k: torch.zeros(tok.vocab_size), False)[:k] == want[:k]
+    m, d = models['gqa']
+    line = f'command-f32:{shlex.quote(sys.executable)} -m xtrain generate {{dir}} --prompt {{prompt}} --max-tokens {{max_tokens}}'
+    r = run(tok, m, d, prompts=['The\r\n\tlittle'], max_tokens=6, engines=[line])
+    assert r.verdict == 'identical', V.show(r)
+
 def test_our_own_commands_are_programs_too(models, tok):
     "`xtrain logits` prints a probability beside each logit"
     from xtrain.generate import logits_table, show_table

@@ -281,9 +281,11 @@ def continuations(
     prompt:str, # What it was asked
 )->list[str]: # Where its answer may begin, likeliest first
     "What follows each repetition of the prompt, then each line"
-    out = re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', out).replace('\r\n', '\n')
-    after = [out[m.end():] for m in re.finditer(re.escape(prompt), out)] if prompt else []
-    return after + [out[m.start():] for m in re.finditer(r'^.', out, re.M)]
+    out, found = re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', out), []
+    for o,p in dict.fromkeys([(out, prompt), (out.replace('\r\n', '\n'), prompt.replace('\r\n', '\n'))]): # as it is, and with line ends as a terminal may change them
+        found += [o[m.end():] for m in re.finditer(re.escape(p), o)] if p else []
+        found += [o[m.start():] for m in re.finditer(r'^.', o, re.M)]
+    return found
 
 # %% ../nbs/33_plugins.ipynb #9634c73f
 def read_text(
