@@ -181,6 +181,13 @@ __device__ __forceinline__ void done() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+// Of the current device
+inline int of_device(cudaDeviceAttr what) {
+    int dev, n;
+    cudaGetDevice(&dev);
+    cudaDeviceGetAttribute(&n, what, dev);
+    return n;
+}
 // Hopper or newer, and the code that the card runs, too? That of an older one (TORCH_CUDA_ARCH_LIST=8.0+PTX) runs here as well, but neither waits (`griddepcontrol`) nor knows of clusters.
 // `kernel`: any one of the library; answers by device, asked once, during the capture of a graph too.
 static inline bool hopper_code(const void* kernel) {
@@ -199,6 +206,17 @@ static inline bool hopper_code(const void* kernel) {
     }
     return k > 0;
 }
+// Hopper itself, and code for it? Only there are kernels made for sm_90a more than a `__trap`.
+static inline bool is_hopper(const void* kernel) { return of_device(cudaDevAttrComputeCapabilityMajor) == 9 && hopper_code(kernel); }
+// Lets launches of a kernel ask for `bytes` of shared memory. Said always: what a kernel declares counts toward the 48 KiB that need no asking.
+inline void allow_smem(const char* op, const void* kernel, int64_t bytes) {
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (e == cudaSuccess) return;
+    cudaGetLastError();
+    STD_TORCH_CHECK(false, op, ": ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));
+}
+// A norm's kernels read a gain in these two dtypes
+inline void check_gain(const char* op, const Tensor& w, const Tensor& x) { STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == x.scalar_type(), op, ": the gain must be float32 or of x's dtype"); }
 // Launch a kernel that waits by itself (`griddepcontrol.wait`) for the one before it in the stream: its start overlaps the other's end.
 template <class... P, class... A> void launch_after(void (*kernel)(P...), dim3 blocks, dim3 threads, int bytes, cudaStream_t s, A... args) { // bytes: of shared memory, asked for at run time
     cudaLaunchAttribute early{};
@@ -221,12 +239,7 @@ inline cudaStream_t stream_of(const Tensor& x) {
     aoti_torch_get_current_cuda_stream(x.get_device_index(), &s);
     return (cudaStream_t)s;
 }
-inline int sm_count() {
-    int dev, n;
-    cudaGetDevice(&dev);
-    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, dev);
-    return n;
-}
+inline int sm_count() { return of_device(cudaDevAttrMultiProcessorCount); }
 inline void check_launch(const char* name) {
     cudaError_t e = cudaGetLastError();
     STD_TORCH_CHECK(e == cudaSuccess, name, ": ", cudaGetErrorString(e));

@@ -271,10 +271,7 @@ __global__ void __launch_bounds__(BOTH_THREADS, BOTH_BLOCKS) both_kernel(T* z, i
 // Threads of a block, into how many blocks a row is cut, and how many bytes each of them may keep
 struct Share { int threads, parts, bytes; };
 inline Share share_of(const void* kernel, int64_t row_bytes) {
-    int dev, most = 0, per_sm = 0;
-    cudaGetDevice(&dev);
-    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev);
-    cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
+    const int most = of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin), per_sm = of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     int room = per_sm / BOTH_BLOCKS - 2048, parts = 1;                                   // the system keeps 1 KiB a block, and there are `smem` and `all`
     room = (room < most - 1024 ? room : most - 1024) / 16 * 16;
     if (hopper_code(kernel)) while (parts < MAX_PARTS && row_bytes > (int64_t)room * parts) parts *= 2;

@@ -5,7 +5,6 @@
 // Rows of the batch share the weights: bfloat16 multiplies by mma.sync, rows of the batch against 8 rows of the weights, so one row costs
 // as much as eight; float32 multiplies in float32. Sums have a fixed order that does not depend on the batch: a row has the same bits in any.
 #include "decode.cuh"
-#include <algorithm>
 
 // --- shared memory, as the launches below ask for it -----------------------------------------------------------------------------------
 // A launch decides by the card: how many bytes a block can have (`limit`), and whether blocks can form clusters.

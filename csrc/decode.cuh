@@ -302,11 +302,8 @@ inline void allow_smem(const void* kernel, int64_t bytes) { // never less than b
     static std::mutex one_at_a_time;
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     cudaFuncAttributes now{};
-    cudaError_t e = cudaFuncGetAttributes(&now, kernel);
-    if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, std::max((int)bytes, now.maxDynamicSharedSizeBytes));
-    if (e == cudaSuccess) return;
-    cudaGetLastError();
-    STD_TORCH_CHECK(false, "decode: ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));
+    if (cudaFuncGetAttributes(&now, kernel) != cudaSuccess) cudaGetLastError();  // what is wrong with it shows next
+    allow_smem("decode", kernel, std::max(bytes, (int64_t)now.maxDynamicSharedSizeBytes));
 }
 // `cluster`: blocks next to each other that see each other's shared memory
 template <class... P, class... A> void launch_chained(int cluster, void (*kernel)(P...), dim3 blocks, size_t smem, cudaStream_t s, A... args) {
@@ -321,12 +318,7 @@ template <class... P, class... A> void launch_chained(int cluster, void (*kernel
     c.gridDim = blocks; c.blockDim = dim3(THREADS); c.dynamicSmemBytes = smem; c.stream = s; c.attrs = how; c.numAttrs = !hopper_code((const void*)kernel) ? 0 : cluster > 1 ? 2 : 1;
     cudaLaunchKernelEx(&c, kernel, static_cast<P>(args)...);
 }
-inline int smem_limit() {
-    int dev, n;
-    cudaGetDevice(&dev);
-    cudaDeviceGetAttribute(&n, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev);
-    return n;
-}
+inline int smem_limit() { return of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 inline const void* data(const Tensor& x) { return x.numel() ? x.const_data_ptr() : nullptr; }
 
 // What `attend` is told, as a kernel takes it

@@ -470,21 +470,6 @@ template <int G> __global__ void __launch_bounds__(ALL, 1) whole_kernel(const __
 #endif
 }
 
-// Hopper, and code made for it? PTX of an older card (TORCH_CUDA_ARCH_LIST=8.0+PTX) runs on Hopper too, and has none of this.
-static bool is_hopper() {
-    int dev, major;
-    cudaGetDevice(&dev);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
-    if (major != 9) return false;
-    static const bool ours = [] {
-        cudaFuncAttributes a;
-        const bool found = cudaFuncGetAttributes(&a, whole_kernel<2>) == cudaSuccess;
-        if (!found) cudaGetLastError();
-        return !found || a.ptxVersion == 0 || a.ptxVersion >= 90;               // where it does not say: a kernel that is not ours stops
-    }();
-    return ours;
-}
-
 // All layers and the head: `layers` holds 16 addresses for each (see `Layer`), `flow` [2, layers, ...] (see `Whole`) full of ones before the first step, `part` twice as
 // large as the chain's, `best` [B, blocks, 2]; one block for each of `blocks`, at most one on a multiprocessor
 void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, const Tensor& x, Tensor& flow, Tensor& logits, Tensor& best, Tensor& bad, Tensor& count,
@@ -515,7 +500,7 @@ void whole(const Tensor& layers, const Tensor& final_norm, const Tensor& head, c
         c.gridDim = dim3(blocks); c.blockDim = dim3(ALL); c.dynamicSmemBytes = bytes; c.stream = stream_of(x); c.attrs = &together; c.numAttrs = 1;
         cudaLaunchKernelEx(&c, whole_kernel<G>, s);
     };
-    STD_TORCH_CHECK(is_hopper(), "decode: no code for this card in a library of a whole step");
+    STD_TORCH_CHECK(is_hopper((const void*)whole_kernel<2>), "decode: no code for this card in a library of a whole step");
     if (group <= 2) go(std::integral_constant<int, 2>{});
     else go(std::integral_constant<int, 4>{});
     check_launch("decode, a whole step");
@@ -527,7 +512,7 @@ STABLE_TORCH_LIBRARY_IMPL(XTRAIN_NS, CUDA, m) { m.impl("whole", TORCH_BOX(&whole
 int64_t whole_shared(int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t dim, int64_t ffn, int64_t layers, int64_t limit) {
 #ifdef __CUDACC__
     if (!limit) {
-        if (!is_hopper()) return -1;
+        if (!is_hopper((const void*)whole_kernel<2>)) return -1;
         limit = smem_limit();
     }
 #endif

@@ -113,18 +113,7 @@ inline Flash problem(const Tensor& q, const Tensor& k, const Tensor& v, const st
     f.group = f.Hkv ? f.H / f.Hkv : 0, f.causal = causal, f.scale = scale, f.scale_log2 = (float)(scale * 1.4426950408889634);
     return f;
 }
-inline int made_for_of(const void* kernel) { // 90: of the PTX that this card's code of a kernel was made from; 0 if nobody says
-    cudaFuncAttributes a;
-    if (cudaFuncGetAttributes(&a, kernel) == cudaSuccess) return a.ptxVersion;
-    cudaGetLastError();
-    return 0;
-}
-inline void allow_smem(const void* kernel, int bytes) { // always: static shared memory counts toward the 48 KiB that need no asking
-    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (e == cudaSuccess) return;
-    cudaGetLastError();
-    STD_TORCH_CHECK(false, "flash: ", bytes, " bytes of shared memory for a block: ", cudaGetErrorString(e));
-}
+inline void allow_smem(const void* kernel, int bytes) { allow_smem("flash", kernel, bytes); }
 template <class T> void run_delta(const Flash& f, bool vec, cudaStream_t s) {
     constexpr int N = 16 / sizeof(T);
     const int64_t rows = (int64_t)f.B * f.H * f.T;

@@ -215,10 +215,7 @@ inline int tiles_in_cut(const Flash& f, int keys) { // of `keys` keys each; 256 
 }
 inline int cuts_of(const Flash& f, int keys, int each) { return std::max(1, tiles_of(f.S, keys * each)); }
 template <int D> int run_of(const Flash& f, int cuts) {
-    int dev, room;
-    cudaGetDevice(&dev);
-    cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
-    return (int)few_run<D>((int64_t)f.B * f.Hkv, cuts, f.group * f.T, room, sm_count());
+    return (int)few_run<D>((int64_t)f.B * f.Hkv, cuts, f.group * f.T, of_device(cudaDevAttrMaxSharedMemoryPerMultiprocessor), sm_count());
 }
 template <class T, int D, bool ONE> void decode_cuts(const Flash& f, int each, int cuts, cudaStream_t s) {
     constexpr int shared = few_bytes<D>;

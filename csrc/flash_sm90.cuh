@@ -658,15 +658,7 @@ template <class T> bool tensor_map(CUtensorMap& map, const Rows& x, int B, int H
     return tensor_map_encoder()(&map, type, 4, x.p, dims, bytes, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
-// A Hopper card, and is the code it runs Hopper's own? PTX of an older card, built by TORCH_CUDA_ARCH_LIST=8.0+PTX say, runs on Hopper too, and has none of this.
-static inline bool is_sm90() {
-    int dev, major;
-    cudaGetDevice(&dev);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev);
-    if (major != 9) return false;
-    static const int made_for = made_for_of((const void*)forward_sm90<bf16, HOPPER, HEAD_DIM, 128, 2>); // the same on every Hopper card of a process
-    return made_for == 0 || made_for >= 90; // 0: it does not say; a kernel that is not Hopper's own stops
-}
+static inline bool is_sm90() { return is_hopper((const void*)forward_sm90<bf16, HOPPER, HEAD_DIM, 128, 2>); }
 // Can this thread make tensor maps for a Hopper card? The encoder is of the driver's API and answers CUDA_ERROR_INVALID_CONTEXT on a thread that no runtime call has given a context yet,
 // as autograd's is at its first backward when the allocator has memory left; cudaSetDevice gives it the device's own.
 inline bool on_hopper() {

@@ -292,9 +292,8 @@ template <class T> Plan plan(int64_t D, bool aligned, int most) {
     return p;
 }
 
-inline void check_gain(const Tensor& w, const Tensor& x) { STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == x.scalar_type(), "rms_norm: the gain must be float32 or of x's dtype"); }
 template <bool ADD> void forward(const Tensor& x, const Tensor* res, const Tensor& w, double eps, Tensor& y, Tensor* sum) {
-    check_gain(w, x);
+    check_gain("rms_norm", w, x);
     const int64_t D = w.numel(), rows = D ? x.numel() / D : 0;
     if (!rows) return;
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -343,7 +342,7 @@ template <int NV_, int R_, int STAGES_, bool WIDE_, bool FULL_> struct Ring {
     static_assert(bytes(THREADS, true) <= 98 << 10, "a block of sm_86, sm_89 and sm_120 can have 99 KiB, and the kernel declares some itself");
 };
 template <bool ADD> void backward(const Tensor& g, const Tensor& x, const Tensor* dsum, const Tensor& w, double eps, Tensor& dx, Tensor& dw) {
-    check_gain(w, x);
+    check_gain("rms_norm", w, x);
     const int64_t D = w.numel(), rows = D ? x.numel() / D : 0;
     if (!rows) { torch::stable::zero_(dw); return; }
     torch::stable::accelerator::DeviceGuard guard(x.get_device_index());

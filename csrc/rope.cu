@@ -251,7 +251,6 @@ template <class I> Shape<I> shape_of(const Tensor& x, const Tensor& y, const Ten
     return S;
 }
 
-inline void check_gain(const Tensor& w, const Tensor& x) { STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == x.scalar_type(), "qk_norm_rope: the gain must be float32 or of x's dtype"); }
 // Do whole vectors make up a head, and one warp?
 template <class T> bool one_warp(int64_t D) { return D % (2 * VEC<T>) == 0 && D <= 32 * VEC<T>; }
 
@@ -262,7 +261,7 @@ template <bool NORM, bool BACK> void turn(const Tensor& x_, const Tensor& cs_, c
     torch::stable::accelerator::DeviceGuard guard(x_.get_device_index());
     const cudaStream_t s = stream_of(x_);
     const bool w_f32 = NORM && w->scalar_type() == ScalarType::Float;
-    if (NORM) check_gain(*w, x_);
+    if (NORM) check_gain("qk_norm_rope", *w, x_);
     DISPATCH(x_.scalar_type(), "rope", {
         const bool fast = one_warp<T>(D);
         STD_TORCH_CHECK(!NORM || fast, "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC<T>, " up to ", 32 * VEC<T>, ", got ", D);
@@ -310,7 +309,7 @@ std::tuple<Tensor, Tensor> qk_norm_rope_backward(const Tensor& g_, const Tensor&
     torch::stable::accelerator::DeviceGuard guard(x_.get_device_index());
     const cudaStream_t s = stream_of(x_);
     const bool w_f32 = w.scalar_type() == ScalarType::Float;
-    check_gain(w, x_);
+    check_gain("qk_norm_rope", w, x_);
     DISPATCH(x_.scalar_type(), "qk_norm_rope", {
         STD_TORCH_CHECK(one_warp<T>(D), "qk_norm_rope: head_dim must be a multiple of ", 2 * VEC<T>, " up to ", 32 * VEC<T>, ", got ", D);
         auto fit = [&](const Tensor& t) { return with_vectors(dense_last(t), VEC<T>); };
