@@ -1,5 +1,5 @@
 "What the tests of several ops share"
-import os
+import os, subprocess, sys
 import torch
 from xtrain.gradcheck import rel_error
 
@@ -26,3 +26,9 @@ def no_larger(ours, theirs, ref, size=None, tiny=3e-7):
     a, b = (rel_error(t, ref) if size is None else float((t.double()-ref).norm()/size.double().norm().clamp_min(1e-30)) for t in (ours, theirs))
     errors.append((a, b))
     assert a <= (1.05 + 3/ref.numel()**.5)*b + tiny, f'ours {a:.3e}, torch {b:.3e}'
+
+
+def of_an_older_card(code, cache):
+    "Runs a program that prints `right`, with kernels as PTX of an A100, which a newer card translates"
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=dict(os.environ, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=str(cache)))
+    assert r.stdout.strip() == 'right', r.stdout + r.stderr[-2000:]

@@ -8,7 +8,7 @@ from xtrain.gradcheck import rel_error
 from xtrain.kernels import kernels
 from xtrain.ops import cross_entropy as ce
 from xtrain.ops.cross_entropy import cross_entropy, cross_entropy_ref, head_grads, head_losses, linear_cross_entropy, loss_and_grads
-from .helpers import SEED
+from .helpers import SEED, of_an_older_card
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -420,9 +420,7 @@ print('right')
 
 def test_code_of_an_older_card_shares_no_row_among_blocks(ns, tmp_path):
     "PTX of an A100 knows of no clusters: each block would take its part of the vocabulary for all of it"
-    import os, subprocess, sys
-    r = subprocess.run([sys.executable, '-c', OLDER], capture_output=True, text=True, env=dict(os.environ, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=str(tmp_path/'c')))
-    assert r.stdout.strip() == 'right', r.stdout + r.stderr[-2000:]
+    of_an_older_card(OLDER, tmp_path/'c')
 
 
 def test_another_device(ns):

@@ -1,11 +1,13 @@
 "Writing on a GPU: the decode kernels against the ordinary path, the same bits every time, in every batch, at every edge"
 import gc, weakref
+from pathlib import Path
 import pytest, torch
 from xtrain.config import ModelConfig, UserError
 from xtrain.decode import Decoder, why_not
 from xtrain.generate import KVCache, Sampler, generate, prefill, steps, write
 from xtrain.kernels import kernels
 from xtrain.model import TinyTransformer
+from .helpers import of_an_older_card
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 F32, BF16 = torch.float32, torch.bfloat16
@@ -298,11 +300,7 @@ print('right')
 
 def test_code_of_an_older_card_takes_the_chain(tmp_path):
     "D03: PTX of an A100 on what is here has no step in one kernel, and knows no clusters"
-    import os, subprocess, sys
-    from pathlib import Path
-    root = Path(__file__).resolve().parents[2]
-    r = subprocess.run([sys.executable, '-c', OLDER.replace('ROOT', str(root))], capture_output=True, text=True, env=dict(os.environ, TORCH_CUDA_ARCH_LIST='8.0+PTX', XTRAIN_CACHE=str(tmp_path/'c')))
-    assert r.stdout.strip() == 'right', r.stdout + r.stderr[-2000:]
+    of_an_older_card(OLDER.replace('ROOT', str(Path(__file__).resolve().parents[2])), tmp_path/'c')
 
 def test_a_model_too_wide_for_one_kernel_takes_the_chain():
     "Its rows do not fit into the shared memory of a block; before, it stopped with an error"
