@@ -264,7 +264,7 @@ def lowest(args):
     shutil.rmtree(str(out), ignore_errors=True)
     run([py, '-m', 'pytest', '-p', 'no:cacheprovider', '-k', 'compiles or compiled or traces'] + ['tests/test_%s.py' % t for t in ('ops_a', 'ops_b', 'ops_modes', 'flash', 'model')], 'gradients under torch.compile', **env)
     for a in ('train --preset stories --steps 40 --out RUN', 'export RUN HF', 'gguf RUN RUN.gguf', 'verify RUN HF', 'generate RUN --prompt Once --max-tokens 8'):
-        a = a.replace('RUN', str(out/'run')).replace('HF', str(out/'hf')).split()
+        a = [str(out/w.lower()) if w.split('.')[0] in ('RUN', 'HF') else w for w in a.split()]
         run([py, '-m', 'xtrain'] + a, a[0], **env)
     print('\nTime:'); print_times()
 
