@@ -43,9 +43,8 @@ def why_not(
     need, room = ops.attend_shared(c.n_heads//c.n_kv_heads, c.head_dim, dtype.itemsize)+512, torch.cuda.get_device_properties(x.get_device()).shared_memory_per_multiprocessor-1024
     return f'attention would take {need/1024:.0f} KiB of shared memory, a block has {room/1024:.0f} KiB on this GPU' if need > room else None
 
-def _whole(cfg, rows, dtype, device):
+def _whole(c, rows, dtype, device):
     "The ops of a step in one kernel, where that is made for the card and has room in its shared memory"
-    c = cfg
     if rows > 5 or dtype != torch.bfloat16 or c.head_dim > 128 or torch.cuda.get_device_capability(device)[0] != 9: return None
     ops = kernels('decode_whole', device.index)
     if ops is None: return None
